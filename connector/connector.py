@@ -31,6 +31,7 @@ from vllm.v1.request import RequestStatus
 
 from connector.layout.engine_layout import (
     UnsupportedEngine,
+    beyond_boundaries,
     check_version,
     groups_of,
     refuse_unsupported,
@@ -105,9 +106,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             self._hash_block_size = kv_cache_config.hash_block_size
             alignment = kv_cache_config.cache_hit_alignment_tokens
             ranks = vllm_config.parallel_config.tensor_parallel_size
-            speculative = vllm_config.speculative_config
-            drafts = speculative is not None and speculative.use_eagle_block_drop()
-            shape = EngineShape(self._hash_block_size, alignment, groups_of(kv_cache_config), ranks, drafts)
+            beyond = max(beyond_boundaries(vllm_config, kv_cache_config))
+            shape = EngineShape(self._hash_block_size, alignment, groups_of(kv_cache_config), ranks, beyond)
             self.connector_scheduler = ConnectorScheduler(settings, shape)
             EngineCore.kv_exchange = kv_exchange
             EngineCore.rename_blocks = rename_blocks

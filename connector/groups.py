@@ -39,9 +39,10 @@ class Blocks:
 class GroupPlan:
     """The groups of one engine. A peer's are equal: the handshake compares them."""
 
-    def __init__(self, groups: Sequence[KvGroup], unit: int, alignment: int, *, drafts: bool = False) -> None:
-        """``unit``: ``KvHandshake.hash_block_size``. ``alignment``: boundaries are its multiples. ``drafts``: a drafter
-        with KV of its own continues one alignment before the last boundary, as vLLM's hits do.
+    def __init__(self, groups: Sequence[KvGroup], unit: int, alignment: int, *, beyond: int = 0) -> None:
+        """``unit``: ``KvHandshake.hash_block_size``. ``alignment``: boundaries are its multiples. ``beyond``: so many
+        tokens beyond a boundary must be cached, too, in an engine with a drafter: what that computes for a token
+        depends on the next one, so vLLM finds a prefix and drops its end.
         """
         self.groups = groups
         self.unit = unit
@@ -62,18 +63,15 @@ class GroupPlan:
         """``KvSource.first`` and ``end`` count blocks of so many tokens."""
         self._all = lcm(*(group.block_size for group in groups))
         self._widest = max((group.window for group in groups), default=0)
-        self._drafts = drafts and not self.keeps_prefix
+        self.beyond = beyond
 
     def last_boundary(self, tokens: int) -> int:
-        """How many tokens of a prompt another engine's KV may replace."""
-        return max(0, self.cut(tokens) - self.alignment) if self._drafts else self.last_lent(tokens)
-
-    def last_lent(self, tokens: int) -> int:
-        """How many tokens of a prompt an engine lends, with or without a drafter. Never all if a prompt continues at a
-        boundary only: the reader computes at least the last token, and could not return to it from a boundary at the
-        end.
+        """How many tokens of a prompt another engine's KV may replace. Never all if a prompt continues at a boundary
+        only: the reader computes at least the last token, and could not return to it from a boundary at the end.
         """
-        return self.cut(tokens if self.keeps_prefix else max(0, tokens - 1))
+        if self.keeps_prefix:
+            return self.cut(tokens)
+        return self.cut(max(0, min(tokens - 1, tokens // self.unit * self.unit - self.beyond)))
 
     def cut(self, tokens: int) -> int:
         """The last position up to ``tokens`` at which the KV that comes may end."""

@@ -26,7 +26,8 @@ class Part(NamedTuple):
 
 FindBoundary = Callable[[list[bytes], int], tuple[Sequence[Part], int]]
 """The engine's lookup in its prefix cache: the longest boundary, of at most so many tokens, of a prompt with these
-hashes, and the blocks that each group needs there, as if the prompt began with the first hash. 0: there is none.
+hashes, and the blocks that each group needs there, as if the prompt began with the first hash. 0: there is none. An
+engine with a drafter finds one only if the hashes go ``GroupPlan.beyond`` it.
 """
 
 
@@ -60,7 +61,8 @@ class Boundaries:
         the reader lacks. 0: there is none, for this reason. ``own``: blocks of the ended request that has computed it.
         """
         unit = self._groups.unit
-        begin, most = prompt.first * unit, len(prompt.hashes) * unit
+        begin = prompt.first * unit
+        most = prompt.end - begin
         reason = NoGrant.NOT_HELD
         prompt.is_blocked = False
         for _time in range(max(1, tries)):

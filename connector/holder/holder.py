@@ -167,6 +167,7 @@ class Holder:
             hashes=hashes,
             first=request.first,
             full_tokens=max(request.first * self.groups.unit, request.have // size * size),
+            end=_end_of(request, (request.first + len(hashes)) * self.groups.unit),
             hold_s=min(request.hold_s, self._settings.lease_s_max),
             until_s=now + min(request.follow_s, FOLLOW_S_MAX),
             follow_s=min(request.follow_s, FOLLOW_S_MAX),
@@ -213,11 +214,13 @@ class Holder:
         vLLM frees the request's blocks when it finishes; without this pin they could be evicted before the decode
         worker has read them.
         """
-        hashes = hashes[: min(self.groups.last_lent(prompt_tokens) // self.groups.unit, LEASE_BLOCKS_MAX)]
+        groups = self.groups
+        end = min(groups.last_boundary(prompt_tokens), LEASE_BLOCKS_MAX * groups.unit - groups.beyond)
+        hashes = hashes[: (end + groups.beyond) // groups.unit] if end > 0 else ()
         if not hashes or not any(block_ids) or offer_id in self._unwanted_offers:
             return None
         lends = not self._draining and not self._leases.is_full()
-        parts, boundary = self._offered(hashes, block_ids) if lends else ([], 0)
+        parts, boundary = self._offered(hashes, end, block_ids) if lends else ([], 0)
         if not boundary:
             self._leases.totals.refused += 1
             return None
@@ -295,7 +298,7 @@ class Holder:
         """Record how many tokens of a leg's prompt were cached when it was scheduled; its last grant to a reader says
         so.
         """
-        if lent := self.groups.last_lent(prompt_tokens):
+        if lent := self.groups.last_boundary(prompt_tokens):
             name = bytes(hashes[lent // self.groups.unit - 1])
             self._prompts.pop(name, None)
             self._prompts[name] = leg_id, cached_tokens
@@ -357,6 +360,8 @@ class Holder:
         if not (0 <= request.first <= CHAIN_BLOCKS_MAX and 0 <= request.have <= PROMPT_TOKENS_MAX):
             return None
         begin = request.first * self.groups.unit
+        if request.end and (request.end <= begin or request.end % self.groups.unit):
+            return None
         if any(begin % group.block_size for group in self.groups.groups):
             return None
         return unpack_full_hashes(request.hashes)
@@ -368,8 +373,7 @@ class Holder:
         """
         boundaries = self._boundaries
         if boundaries is not None:
-            end = (prompt.first + len(prompt.hashes)) * self.groups.unit
-            is_ahead = not self._full or prompt.full_tokens > end - self._full_block_size
+            is_ahead = not self._full or prompt.full_tokens > prompt.end - self._full_block_size
             if tries or (is_ahead and not prompt.leg_id):  # With the end of a leg comes its first token, too.
                 grant = self._grant_boundary(boundaries, lease_id, reader_id, prompt, tries)
                 if tries or (grant is not None and grant.groups):
@@ -384,7 +388,7 @@ class Holder:
         first = prompt.full_tokens // size
         prompt.full_tokens += count * size
         reason = None
-        if not is_dense or prompt.full_tokens < (prompt.first + len(prompt.hashes)) * size:
+        if not is_dense or prompt.full_tokens < prompt.end:
             reason = NoGrant.FULL if count * len(groups) < len(ready) else NoGrant.NOT_HELD
         if not count:
             return self._empty_grant(lease_id, reader_id, reason)
@@ -403,7 +407,7 @@ class Holder:
             return ready
         stride = self._full_hashes
         end = (prompt.full_tokens // self._full_block_size + 1) * stride - prompt.first
-        for block_hash in islice(prompt.hashes, end - 1, None, stride):
+        for block_hash in islice(prompt.hashes, end - 1, prompt.end // self.groups.unit - prompt.first, stride):
             cached = find(block_hash, groups)
             if cached is None or is_pending(cached[0].block_id):
                 break
@@ -418,19 +422,21 @@ class Holder:
         """Pin what the reader lacks at the longest boundary; without ``tries`` only at the last one of the prompt.
         None: there is none. A grant of nothing: it is blocked.
         """
-        end = self.groups.cut((prompt.first + len(prompt.hashes)) * self.groups.unit)
+        end = self.groups.cut(prompt.end)
         parts, boundary, reason = boundaries.longest(prompt, least=1 if tries else end, tries=tries)
         if not boundary:
             return self._empty_grant(lease_id, reader_id, reason) if prompt.is_blocked else None
         return self._grant(lease_id, reader_id, prompt, parts, boundary, None if boundary == end else NoGrant.NOT_HELD)
 
-    def _offered(self, hashes: Sequence[bytes], block_ids: Sequence[Sequence[int]]) -> tuple[Sequence[Part], int]:
-        """What to offer of an ended request's blocks, and its boundary; 0: nothing."""
+    def _offered(
+        self, hashes: Sequence[bytes], end: int, block_ids: Sequence[Sequence[int]]
+    ) -> tuple[Sequence[Part], int]:
+        """What to offer of an ended request's blocks up to ``end``, and its boundary; 0: nothing."""
         if self._boundaries is None:
             held = block_ids[GROUP][: len(hashes)]
             held = held[: self._leases.pinnable(held)]
             return [Part(0, [self._pool.blocks[block_id] for block_id in held])], len(held) * self.groups.unit
-        prompt = FollowedPrompt(list(hashes), hold_s=0.0, until_s=0.0, full_tokens=0)
+        prompt = FollowedPrompt(list(hashes), hold_s=0.0, until_s=0.0, full_tokens=0, end=end)
         own = set(chain(*block_ids))
         parts, boundary, _reason = self._boundaries.longest(prompt, least=1, tries=TRIED_MAX, own=own)
         return parts, boundary
@@ -518,5 +524,11 @@ class Holder:
             self._pool.free_blocks([self._pool.blocks[block_id] for block_id in reversed(block_ids)])
 
     def _cached_tokens_of(self, followed: FollowedPrompt) -> int:
-        leg_id, cached = self._prompts.get(followed.hashes[-1], (NO_LEG, 0))
+        last = followed.hashes[followed.end // self.groups.unit - followed.first - 1]
+        leg_id, cached = self._prompts.get(last, (NO_LEG, 0))
         return cached if followed.leg_id in (leg_id, NO_LEG) else -1
+
+
+def _end_of(request: LeaseKv, hashes_end: int) -> int:
+    """The end of what may be granted, where the hashes end there."""
+    return min(request.end, hashes_end) if request.end else hashes_end

@@ -43,6 +43,8 @@ class FollowedPrompt:
     until_s: float
     full_tokens: int
     """End of the full attention that the reader has or was granted so far."""
+    end: int
+    """Tokens beyond which nothing is granted."""
     follow_s: float = 0.0
     """Maximum wait for the next block after each grant."""
     leg_id: LegId = NO_LEG

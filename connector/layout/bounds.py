@@ -40,6 +40,7 @@ def why_out_of_bounds(peer: KvHandshake) -> str:
         or ("" if math.isfinite(peer.clock_s) else f"clock_s is {peer.clock_s}, no time")
         or _why_not_in("hash_block_size", peer.hash_block_size, 1, BLOCK_TOKENS_MAX)
         or _why_not_in("alignment", peer.alignment, peer.hash_block_size, BLOCK_TOKENS_MAX)
+        or _why_not_in("beyond", peer.beyond, 0, BLOCK_TOKENS_MAX)
         or _why_not_in("the number of groups", len(peer.groups), 1, KV_GROUPS_MAX)
         or next(filter(None, map(_of_group, peer.groups)), "")
         or _why_not_in("blocks", peer.blocks, 1, BLOCKS_END - 1)

@@ -257,6 +257,25 @@ def groups_of(kv_cache_config: Any) -> list[KvGroup]:
     ]
 
 
+def beyond_boundaries(vllm_config: Any, kv_cache_config: Any) -> tuple[int, int]:
+    """How many tokens beyond a boundary full attention, and the windows, must be cached for vLLM to find it: with a
+    drafter it drops the last block of what it finds. It does so in the groups that it takes for the drafter's, or in
+    all. 0 for full attention alone, of which each prefix is of use.
+    """
+    speculative, groups = vllm_config.speculative_config, kv_cache_config.kv_cache_groups
+    if speculative is None or not speculative.use_eagle_block_drop():
+        return 0, 0
+    if len(groups) == 1 and all(
+        KIND_OF_SPEC.get(type(spec).__name__) is KvGroupKind.FULL for spec in _specs(groups[0]).values()
+    ):
+        return 0, 0
+    sizes: dict[KvGroupKind | None, int] = {}
+    for group in [group for group in groups if group.is_eagle_group] or groups:
+        kind = KIND_OF_SPEC.get(type(next(iter(_specs(group).values()))).__name__)
+        sizes[kind] = max(sizes.get(kind, 0), group.kv_cache_spec.block_size)
+    return sizes.get(KvGroupKind.FULL, 0), sizes.get(KvGroupKind.WINDOW, 0)
+
+
 def _group(block_size: int, spec: Any) -> KvGroup:
     kind = KIND_OF_SPEC[type(spec).__name__]
     window = int(spec.sliding_window) + int(spec.extra_retained_tokens) if kind is KvGroupKind.WINDOW else 0

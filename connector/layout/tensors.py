@@ -23,6 +23,7 @@ MUST_BE_EQUAL = {
     "hash_block_size": SAME_UNITS,
     "alignment": SAME_UNITS,
     "groups": SAME_UNITS,
+    "beyond": "; give both engines the same --speculative-config",
 }
 """Fields of two handshakes, with what to do where they differ."""
 

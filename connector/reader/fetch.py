@@ -99,23 +99,25 @@ def first_hash(plan: FetchPlan, have: int) -> int:
     if groups.keeps_prefix:
         return groups.hashes_from(have)
     first = groups.hashes_from(min(have, plan.common))
-    return first if plan.goal // groups.unit - first <= LEASE_BLOCKS_MAX else groups.hashes_from(have)
+    count = (plan.goal + groups.beyond) // groups.unit - first
+    return first if count <= LEASE_BLOCKS_MAX else groups.hashes_from(have)
 
 
 def lease_message(plan: FetchPlan, request: LeaseRequest) -> LeaseKv:
-    first = first_hash(plan, request.first)
+    groups, first = plan.groups, first_hash(plan, request.first)
     return LeaseKv(
         worker_id=WorkerId(request.peer[0]),
         epoch=Epoch(request.peer[1]),
         reader_id=WorkerId(plan.reader[0]),
         ask_id=request.lease_id,
-        hashes=pack_full_hashes(plan.hashes[first : request.end // plan.groups.unit]),
+        hashes=pack_full_hashes(plan.hashes[first : (request.end + groups.beyond) // groups.unit]),
         first=first,
         have=request.first,
         hold_s=plan.limits.hold_s,
         follow_s=plan.follow_s if request.followed else 0.0,
         leg_id=request.leg_id,
         reply_to=plan.reply_to,
+        end=request.end if groups.beyond else 0,
     )
 
 
@@ -482,7 +484,7 @@ class Fetch:
         groups, plan = self._groups, self.plan
         promised = (self._progress[number].promised * groups.groups[number].block_size for number in groups.full)
         have = min(promised, default=plan.start) // groups.stride * groups.stride
-        hashes_max = (first_hash(plan, have) + LEASE_BLOCKS_MAX) * groups.unit
+        hashes_max = (first_hash(plan, have) + LEASE_BLOCKS_MAX) * groups.unit - groups.beyond
         for source in sorted(plan.sources, key=lambda source: not source.follow):
             end = groups.cut(min(source.end, self.end, hashes_max))
             if (source.peer, WHOLE) in self._spent or end <= plan.start or (self.begun and end < self.end):

@@ -275,7 +275,8 @@ class Prefetcher:
 
     def _goal(self, hashes: list[bytes]) -> int:
         """The last position that a prompt with these hashes has KV of use for."""
-        return self._reader.groups.cut(len(hashes) * self._reader.groups.unit)
+        groups = self._reader.groups
+        return groups.cut(max(0, len(hashes) * groups.unit - groups.beyond))
 
     def _answer(self, order: StartFetch, result: FetchedKv) -> None:
         self.ended.append(FetchEnded(fetch_id=order.fetch_id, result=result))

@@ -78,7 +78,7 @@ class EngineShape:
     """``KvHandshake.alignment``."""
     groups: list[KvGroup]
     ranks: int
-    drafts: bool = False
+    beyond: int = 0
     """See ``GroupPlan``."""
 
 
@@ -133,7 +133,7 @@ class ConnectorScheduler:
         self._engine_core: Any = None
         self._grant_socket = GrantSocket(settings.grant_socket, self._on_direct_grant)
         ways = GrantWays(self._grant_socket.send, reply_to=self._grant_socket.path)
-        groups = GroupPlan(shape.groups, shape.hash_block_size, shape.alignment, drafts=shape.drafts)
+        groups = GroupPlan(shape.groups, shape.hash_block_size, shape.alignment, beyond=shape.beyond)
         self._core = ExchangeCore(holder_settings, groups, limits, time.monotonic, ways)
         self.holder = self._core.holder
         self.reader = self._core.reader
@@ -163,6 +163,7 @@ class ConnectorScheduler:
                 clock_s=time.monotonic(),
                 hash_block_size=self._shape.hash_block_size,
                 alignment=self._shape.alignment,
+                beyond=self.reader.groups.beyond,
                 groups=self._shape.groups,
                 blocks=blocks,
                 ranks=ranks,
@@ -395,13 +396,19 @@ class NotificationSocket:
 
 def boundary_finder(coordinator: KVCacheCoordinator) -> FindBoundary:
     """The lookup of vLLM itself, which says for each group which blocks a request needs to continue."""
+    # With one group, what a drafter lets vLLM drop counts in the maximum.
+    dropped = coordinator.single_type_managers[0].block_size if _drops(coordinator) else 0
 
     def find(hashes: list[bytes], tokens_max: int) -> tuple[list[Part], int]:
         named: Any = hashes  # vLLM's type of a hash is bytes under another name.
-        groups, tokens, _uncached = coordinator.find_longest_cache_hit(named, tokens_max)
+        groups, tokens, _uncached = coordinator.find_longest_cache_hit(named, tokens_max + dropped)
         return [_without_nulls(blocks) for blocks in groups], tokens
 
     return find
+
+
+def _drops(coordinator: KVCacheCoordinator) -> bool:
+    return len(coordinator.single_type_managers) == 1 and bool(coordinator.eagle_group_ids)
 
 
 def _without_nulls(blocks: Sequence[KVCacheBlock]) -> Part:

@@ -167,8 +167,8 @@ class BatonScheduling:
     @property
     def _tail(self) -> int:
         """Tokens at the end of a prompt that no other engine computes for this one."""
-        alignment: int = self.connector.connector_scheduler.reader.groups.alignment
-        return alignment
+        groups = self.connector.connector_scheduler.reader.groups
+        return int(groups.alignment + groups.beyond)
 
     def _share_of(self, request: Request, computed_tokens: int, new_tokens: int) -> int:
         """The first step of a recompute is bounded in any case: what was lost together with others' KV came with them,

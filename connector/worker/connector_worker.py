@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandsha
 
 from connector.layout.engine_layout import (
     UnsupportedEngine,
+    beyond_boundaries,
     groups_of,
     layers_of,
     memory_reader,
@@ -78,6 +79,7 @@ class ConnectorWorker:
         self._parallel = vllm_config.parallel_config
         self._heads = model_heads_of(vllm_config)
         self._cache = kv_cache_config
+        self._beyond = max(beyond_boundaries(vllm_config, kv_cache_config))
         self._make_agent = make_agent
         self._scratch = np.zeros(PROBE_BYTES, dtype=np.uint8)
         self._memory: KvRank | None = None
@@ -116,6 +118,7 @@ class ConnectorWorker:
             clock_s=0.0,
             hash_block_size=self._cache.hash_block_size,
             alignment=self._cache.cache_hit_alignment_tokens,
+            beyond=self._beyond,
             groups=groups_of(self._cache),
             blocks=self._cache.num_blocks,
             ranks=[self._memory],

@@ -9,15 +9,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import reduce
+from math import lcm
 from operator import xor
+from typing import Literal
 
 from services.worker.engines.port import Engine, EngineDead
 from shared.bus.port import Bus, BusDown, Envelope
 from shared.contracts.channels import KV_EVENTS
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_events import (
+    NARROW_MARK,
     AskKvSnapshot,
     KvDigest,
     KvEvent,
@@ -32,22 +35,49 @@ from shared.contracts.kv_events import (
 )
 
 
+def blocks_of_windows(groups: Sequence[tuple[int, bool, int]]) -> tuple[int, dict[int, int]]:
+    """Tokens of a window's block, and how many of them each window needs before a boundary, by group; 0 and nothing if
+    some group is neither a window nor full attention. ``groups``: of each its block size, whether it is full attention,
+    and its window in tokens (0: none).
+    """
+    windows = {group: (size, window) for group, (size, is_full, window) in enumerate(groups) if not is_full}
+    if not windows or not all(window for _size, window in windows.values()):
+        return 0, {}
+    block = lcm(*(size for size, _window in windows.values()))
+    return block, {group: max(1, -(-(window - 1) // block)) for group, (_size, window) in windows.items()}
+
+
+def narrow_windows(groups: Sequence[tuple[int, bool, int]]) -> frozenset[int]:
+    """Numbers of the groups whose window needs fewer blocks than another's; see ``blocks_of_windows``."""
+    _block, blocks = blocks_of_windows(groups)
+    return frozenset(group for group, count in blocks.items() if count < max(blocks.values()))
+
+
+Narrow = Literal["narrow"]
+NARROW: Narrow = "narrow"
+"""Instead of a tier: what all groups with a narrower window than others hold."""
+
+
 class EventTranslation:
     """Counts the copies of each block that the engine holds in each tier and KV cache group.
 
     On the wire, a block of full attention is held when all full-attention groups hold it, and one in the tier BOUNDARY
-    when all other groups do.
+    when all other groups do. Of windows of several widths those are the widest; what the others hold is told there
+    under other hashes (``NARROW_MARK``).
     """
 
-    def __init__(self, full: Sequence[bool] = (True,)) -> None:
-        """``full``: for each KV cache group, whether it is full attention."""
+    def __init__(self, full: Sequence[bool] = (True,), narrow: Collection[int] = ()) -> None:
+        """``full``: for each KV cache group, whether it is full attention. ``narrow``: see ``narrow_windows``."""
         groups = range(len(full))
-        others = [group for group in groups if not full[group]] or (list(groups) if len(full) > 1 else [])
-        self._groups = {KvTier.BOUNDARY: others} | {
-            tier: [group for group in groups if full[group]] for tier in (KvTier.DEVICE, KvTier.HOST, KvTier.DISK)
+        others = [group for group in groups if not full[group] and group not in narrow]
+        full_groups = [group for group in groups if full[group]]
+        self._groups: dict[KvTier | Narrow, list[int]] = {
+            **dict.fromkeys((KvTier.DEVICE, KvTier.HOST, KvTier.DISK), full_groups),
+            KvTier.BOUNDARY: others or (list(groups) if len(full) > 1 else []),
+            NARROW: sorted(narrow),
         }
         self._copies: defaultdict[tuple[KvTier, int], dict[int, int]] = defaultdict(dict)
-        self._complete: defaultdict[KvTier, Counter[int]] = defaultdict(Counter)
+        self._complete: defaultdict[KvTier | Narrow, Counter[int]] = defaultdict(Counter)
         """How many groups hold each block, of tiers with several groups."""
 
     def stored(
@@ -67,7 +97,7 @@ class EventTranslation:
                 new.append(block)
         before = None if parent is None else block_hash64(parent)
         return [
-            KvEvent(kind=KvEventKind.STORED, hashes=pack_hashes(held), tier=told, parent=before)
+            _event(KvEventKind.STORED, held, told, before)
             for told in tiers
             if (held := short if len(self._groups[told]) == 1 else self._completed(told, new))
         ]
@@ -77,7 +107,7 @@ class EventTranslation:
         copies = self._copies[tier, group]
         gone = [block for block in map(block_hash64, hashes) if _drop(copies, block)]
         return [
-            KvEvent(kind=KvEventKind.REMOVED, hashes=pack_hashes(lost), tier=told)
+            _event(KvEventKind.REMOVED, lost, told)
             for told in self._told(tier, group)
             if (lost := gone if len(self._groups[told]) == 1 else self._broken(told, gone))
         ]
@@ -88,18 +118,22 @@ class EventTranslation:
         self._complete.clear()
         return KvEvent(kind=KvEventKind.CLEARED)
 
-    def _told(self, tier: KvTier, group: int) -> list[KvTier]:
-        """The tiers on the wire that a change of this group may change."""
-        tiers = [tier, KvTier.BOUNDARY] if tier is KvTier.DEVICE else [tier]
+    def _told(self, tier: KvTier, group: int) -> list[KvTier | Narrow]:
+        """What a change of this group may change on the wire."""
+        tiers: list[KvTier | Narrow] = [tier]
+        if tier is KvTier.DEVICE:
+            tiers.append(KvTier.BOUNDARY)
+        if tier in (KvTier.DEVICE, KvTier.BOUNDARY):
+            tiers.append(NARROW)
         return [told for told in tiers if group in self._groups[told]]
 
-    def _completed(self, tier: KvTier, new: list[int]) -> list[int]:
+    def _completed(self, tier: KvTier | Narrow, new: list[int]) -> list[int]:
         """Those of a group's new blocks that all groups hold now."""
         having = self._complete[tier]
         having.update(new)
         return [block for block in new if having[block] == len(self._groups[tier])]
 
-    def _broken(self, tier: KvTier, gone: list[int]) -> list[int]:
+    def _broken(self, tier: KvTier | Narrow, gone: list[int]) -> list[int]:
         """Those of a group's lost blocks that all groups held."""
         having = self._complete[tier]
         lost = [block for block in gone if having[block] == len(self._groups[tier])]
@@ -108,6 +142,12 @@ class EventTranslation:
             if not having[block]:
                 del having[block]
         return lost
+
+
+def _event(kind: KvEventKind, blocks: list[int], told: KvTier | Narrow, parent: int | None = None) -> KvEvent:
+    if isinstance(told, KvTier):
+        return KvEvent(kind=kind, hashes=pack_hashes(blocks), tier=told, parent=parent)
+    return KvEvent(kind=kind, hashes=pack_hashes(block ^ NARROW_MARK for block in blocks), tier=KvTier.BOUNDARY)
 
 
 def _drop(copies: dict[int, int], block: int) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable
 from enum import StrEnum
+from typing import Final
 
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.message import Message
@@ -51,6 +52,10 @@ class KvTier(StrEnum):
 
 MEMORIES = (KvTier.DEVICE, KvTier.HOST, KvTier.DISK)
 """The tiers that hold blocks of full attention."""
+NARROW_MARK: Final = 0x9E3779B97F4A7C15
+"""Of a model whose windows have several widths, the tier BOUNDARY has the blocks that the widest hold, and those that
+all others hold under their hash XOR this.
+"""
 TIER_ROTATION_BITS = 21
 """Rotation between the tiers' hashes in a digest, so that a block that moves to another tier changes the digest."""
 

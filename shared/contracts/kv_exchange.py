@@ -179,6 +179,10 @@ class LeaseKv(Message, frozen=True, kw_only=True):
     """Prefill leg that computes the blocks, with ``follow_s``. Its end ends the wait. Empty: unknown."""
     reply_to: str = ""
     """Path of a socket at which the reader's engine receives the grants of an engine on the same machine."""
+    end: int = 0
+    """Tokens beyond which nothing is granted. Hashes beyond them name what an engine with a drafter must hold, too, to
+    find the blocks before. 0: all that the hashes name.
+    """
 
 
 class KvGrant(Message, frozen=True, kw_only=True):
@@ -480,6 +484,10 @@ class KvHandshake(Message, frozen=True, kw_only=True):
     blocks: int
     """Blocks of all groups: they share one pool."""
     ranks: list[KvRank]
+    beyond: int = 0
+    """With a drafter, so many tokens beyond a boundary must be held, too, for the engine to find it. See
+    ``LeaseKv.end``.
+    """
 
 
 class AskKvHandshake(Message, frozen=True, kw_only=True):

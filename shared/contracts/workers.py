@@ -64,6 +64,16 @@ class HashScheme(Message, frozen=True, kw_only=True):
     """Tokens of a sliding window's block, in a model whose other groups are all windows."""
     window_blocks: int = 1
     """So many of the window's blocks up to a boundary must be held, unless the prompt begins among them."""
+    full_beyond: int = 0
+    """So many tokens beyond a boundary full attention must be held, too: an engine with a drafter drops the end of what
+    it finds.
+    """
+    window_beyond: int = 0
+    """As ``full_beyond``, of windows: their block after the boundary."""
+    narrow: bool = False
+    """Whether there are narrower windows than that of ``window_blocks``. Of these the last block must be held; it is
+    told under its hash XOR ``NARROW_MARK``.
+    """
 
     @property
     def stride(self) -> int:
@@ -80,9 +90,15 @@ class HashScheme(Message, frozen=True, kw_only=True):
         """Tokens between the lengths of prefixes that can be of use."""
         return (self.boundaries and self.alignment) or self.block_size
 
+    @property
+    def beyond(self) -> int:
+        """The larger of ``full_beyond`` and ``window_beyond``."""
+        return max(self.full_beyond, self.window_beyond)
+
     def usable(self, prompt_tokens: int) -> int:
         """Tokens of the longest prefix that a prompt can have cached: its last token is always computed."""
-        return max(0, prompt_tokens - 1) // self.align * self.align
+        found = prompt_tokens // self.block_size * self.block_size - self.beyond
+        return max(0, min(prompt_tokens - 1, found)) // self.align * self.align
 
 
 class Fingerprint(Message, frozen=True, kw_only=True):

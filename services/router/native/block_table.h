@@ -74,9 +74,11 @@ void table_blocks(struct block_table *table, uint32_t row, int tier, uint64_t *b
 void table_depths(struct block_table *table, const uint64_t *blocks, size_t count, int32_t *out, uint32_t rows);
 /* As Boundaries in block_table.py. */
 struct boundaries {
-    size_t stride, step, window, window_blocks;
+    size_t stride, step, window, window_blocks, full_beyond, window_beyond;
+    int is_narrow;
 };
-/* Writes each row's longest usable prefix of a model with boundaries; all numbers in `at` but `stride` are positive. */
+#define NARROW_MARK 0x9e3779b97f4a7c15ull /* as in shared/contracts/kv_events.py */
+/* Writes each row's longest usable prefix of a model with boundaries. `step`, `window`, `window_blocks` are positive. */
 void table_boundaries(struct block_table *table, const uint64_t *blocks, size_t count, const struct boundaries *at,
                       int32_t *out, uint32_t rows);
 /* Writes at most `end` - `first` sources; returns how many. */

@@ -119,11 +119,13 @@ static PyObject *depths(Table *self, PyObject *const *args, Py_ssize_t given)
 static PyObject *boundaries(Table *self, PyObject *const *args, Py_ssize_t given)
 {
     Py_buffer out;
-    Py_ssize_t stride, step, window, window_blocks;
-    if (!is_count(given, 3) || !PyArg_ParseTuple(args[1], "nnnn", &stride, &step, &window, &window_blocks))
+    Py_ssize_t stride, step, window, window_blocks, full_beyond, window_beyond;
+    int is_narrow;
+    if (!is_count(given, 3) || !PyArg_ParseTuple(args[1], "nnnnnnp", &stride, &step, &window, &window_blocks,
+                                                 &full_beyond, &window_beyond, &is_narrow))
         return NULL;
-    if (stride < 0 || step < 1 || window < 1 || window_blocks < 1)
-        return PyErr_Format(PyExc_ValueError, "boundaries at (%zd, %zd, %zd, %zd)", stride, step, window, window_blocks);
+    if (stride < 0 || step < 1 || window < 1 || window_blocks < 1 || full_beyond < 0 || window_beyond < 0)
+        return PyErr_Format(PyExc_ValueError, "boundaries at %R", args[1]);
     if (!open_array(args[2], &out, sizeof(int32_t), PyBUF_WRITABLE))
         return NULL;
     Py_ssize_t count = read_hashes(self, args[0]);
@@ -131,7 +133,8 @@ static PyObject *boundaries(Table *self, PyObject *const *args, Py_ssize_t given
         /* More than there are hashes is as much as one more. */
         size_t most = (size_t)count + 1;
 #define CAPPED(number) ((size_t)(number) < most ? (size_t)(number) : most)
-        struct boundaries at = {CAPPED(stride), CAPPED(step), CAPPED(window), CAPPED(window_blocks)};
+        struct boundaries at = {CAPPED(stride), CAPPED(step), CAPPED(window), CAPPED(window_blocks),
+                                CAPPED(full_beyond), CAPPED(window_beyond), is_narrow};
 #undef CAPPED
         table_boundaries(&self->table, self->scratch, (size_t)count, &at, out.buf, (uint32_t)(out.len / out.itemsize));
     }

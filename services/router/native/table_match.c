@@ -174,14 +174,18 @@ void table_depths(struct block_table *table, const uint64_t *blocks, size_t coun
 
 /* ---- boundaries */
 
-/* Whether the row of this life holds a block in any memory. */
+/* Whether the row of this life holds a block in a tier. */
+static bool holds(struct block_table *table, int tier, uint64_t block, life_t life)
+{
+    set_t set = table->maps[tier].block_count ? map_get(&table->maps[tier], block) : 0;
+    return set && sets_has(&table->sets, set, life);
+}
+
 static bool in_memory(struct block_table *table, uint64_t block, life_t life)
 {
-    for (int tier = 0; tier < MEMORIES; tier++) {
-        set_t set = table->maps[tier].block_count ? map_get(&table->maps[tier], block) : 0;
-        if (set && sets_has(&table->sets, set, life))
+    for (int tier = 0; tier < MEMORIES; tier++)
+        if (holds(table, tier, block, life))
             return true;
-    }
     return false;
 }
 
@@ -220,13 +224,14 @@ static void give_up(const struct block_table *table, struct waiting *waiting, co
     }
 }
 
-/* Counts a block of the waiting rows that have it. A boundary may begin there if full attention reaches it: with whole
- * blocks, or with a partial block that is named by the boundary's own hash.
+/* Counts a block of the waiting rows that have it. It may be the last one of a boundary if full attention reaches that: with
+ * whole blocks, or with a partial block that is named by the boundary's own hash.
  */
 static void count_in(struct block_table *table, struct waiting *waiting, const uint64_t *having, uint64_t block,
                      size_t end, const struct boundaries *at, int32_t *out)
 {
-    bool may_begin = end % at->step == 0;
+    size_t boundary = end > at->window_beyond ? end - at->window_beyond : 0, full = boundary + at->full_beyond;
+    bool may_begin = boundary && boundary % at->step == 0, is_beyond = at->full_beyond || at->window_beyond;
     for (uint32_t word = 0; word < table_words(table); word++)
         for (uint64_t left = having[word] & waiting->lives[word]; left; left &= left - 1) {
             uint64_t bit = left & -left;
@@ -234,10 +239,13 @@ static void count_in(struct block_table *table, struct waiting *waiting, const u
             uint32_t row = table->row_of[life];
             size_t reach = (size_t)waiting->reach[row];
             if (!(waiting->counting[word] & bit)) {
-                if (!may_begin || (at->stride && (end / at->stride > reach ||
-                                                  (end > reach * at->stride && !in_memory(table, block, life)))))
+                if (!may_begin ||
+                    (at->stride && (full / at->stride > reach || (full > reach * at->stride &&
+                                                                  (is_beyond || !in_memory(table, block, life))))))
                     continue;
-                out[row] = (int32_t)end;
+                if (at->is_narrow && !holds(table, BOUNDARY, block ^ NARROW_MARK, life))
+                    continue;
+                out[row] = (int32_t)boundary;
                 waiting->counted[row] = 0;
                 waiting->counting[word] |= bit;
             }
@@ -277,7 +285,7 @@ void table_boundaries(struct block_table *table, const uint64_t *blocks, size_t 
     for (size_t end = count / window * window; end; end -= window) {
         while (waiting.furthest && !waiting.reaching[waiting.furthest])
             waiting.furthest--;
-        size_t last = waiting.furthest * stride + stride - 1;
+        size_t last = waiting.furthest * stride + stride - 1 + at->window_beyond;
         if (stride && end > last)
             end = last / window * window;
         if (!end || !waiting.reaching[waiting.furthest])

@@ -33,7 +33,7 @@ class PrefixDepths:
         scheme = self._cluster.boundaries(request.model)
         if scheme is None:
             return self._index.match_depths(request.hashes)
-        hashes = request.hashes[: scheme.usable(request.prompt_tokens) // scheme.block_size]
+        hashes = request.hashes[: (scheme.usable(request.prompt_tokens) + scheme.beyond) // scheme.block_size]
         return self._index.match_boundaries(hashes, boundaries_of(scheme))
 
     def slots(self) -> t.Ints:
@@ -83,8 +83,12 @@ class PrefixDepths:
 
 def boundaries_of(scheme: HashScheme) -> Boundaries:
     """Where prefixes can be of use, in hashes."""
-    step = scheme.align // scheme.block_size
-    return Boundaries(scheme.stride, step, scheme.window_stride, scheme.window_blocks)
+    size, window = scheme.block_size, scheme.window_stride
+    beyond = scheme.window_beyond // size
+    blocks = scheme.window_blocks + beyond // window
+    return Boundaries(
+        scheme.stride, scheme.align // size, window, blocks, scheme.full_beyond // size, beyond, scheme.narrow
+    )
 
 
 def named_sources(sources: Sequence[WorkerId], view: WorkerView, cluster: ClusterView, able: t.Bools) -> list[KvSource]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.contracts.kv_events import MEMORIES, KvTier, digest_xor, pack_hashes, unpack_hashes
+from shared.contracts.kv_events import MEMORIES, NARROW_MARK, KvTier, digest_xor, pack_hashes, unpack_hashes
 
 TIERS = tuple(KvTier)
 """A tier's index here is its number in every table."""
@@ -31,7 +31,7 @@ class Boundaries(NamedTuple):
     """Which prefixes of a model can be of use, all in hashes: see ``HashScheme``. A boundary is a multiple of ``step``
     that full attention reaches, with whole blocks or a partial one, which has the boundary's own hash. A row holds it
     if it holds so many ``window_blocks`` in the tier BOUNDARY, the last of which ends there, or all from the prompt's
-    beginning.
+    beginning. Full attention, and those blocks, may have to go beyond the boundary.
     """
 
     stride: int
@@ -40,6 +40,10 @@ class Boundaries(NamedTuple):
     window: int = 1
     """Hashes of a window's block, of which ``step`` is a multiple."""
     window_blocks: int = 1
+    full_beyond: int = 0
+    window_beyond: int = 0
+    narrow: bool = False
+    """The last of the blocks must be held under its hash XOR ``NARROW_MARK``, too."""
 
 
 class BlockTable(Protocol):
@@ -160,7 +164,8 @@ class PythonBlockTable:
 
     def boundaries(self, hashes: Hashes, at: Boundaries, out: Depths) -> None:
         """See ``BlockTable``."""
-        stride, step, window, blocks = at
+        stride, step, window, blocks, full_beyond, window_beyond, is_narrow = at
+        may_be_partial = not full_beyond and not window_beyond
         chain, holders, rows = numbers(hashes), self._holders[BOUNDARY], len(out)
         reach: Depths = np.zeros(rows, np.int32)
         if stride:
@@ -176,11 +181,14 @@ class PythonBlockTable:
                 row, left = lowest(left), left & (left - 1)
                 if row >= rows or out[row]:
                     continue
-                boundary, count = begun.get(row, (end, 0))
+                boundary, count = begun.get(row, (end - window_beyond, 0))
                 if not count:
-                    whole = int(reach[row]) * stride
-                    reached = not stride or end <= whole or (end < whole + stride and named >> row & 1)
-                    if end % step or not reached:
+                    full, whole = boundary + full_beyond, int(reach[row]) * stride
+                    is_partial = may_be_partial and full < whole + stride and bool(named >> row & 1)
+                    reached = not stride or full <= whole or is_partial
+                    if boundary <= 0 or boundary % step or not reached:
+                        continue
+                    if is_narrow and not holders.get(chain[end - 1] ^ NARROW_MARK, 0) >> row & 1:
                         continue
                 begun[row] = boundary, count + 1
                 if count + 1 >= blocks:

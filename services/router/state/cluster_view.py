@@ -423,7 +423,9 @@ class ClusterView:
         hashing = record.hashing
         numbers[t.BLOCK_SIZE, row] = max(1, hashing.block_size)
         # Of a prompt of full blocks the last one is handed over, but no boundary is at its end.
-        numbers[t.HANDED_OVER_MIN, row] = hashing.align + 1 if hashing.boundaries else max(1, hashing.block_size)
+        numbers[t.HANDED_OVER_MIN, row] = (
+            hashing.align + max(1, hashing.beyond) if hashing.boundaries else max(1, hashing.block_size)
+        )
         numbers[t.STEP_TOKENS, row] = max(1, record.step_tokens_max)
         numbers[t.ANSWERS, row] = view.serves and record.role is not Role.PREFILL
         view.write_load(self.table)

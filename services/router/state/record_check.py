@@ -60,11 +60,18 @@ def record_fault(record: WorkerRecord) -> str:
 
 def _boundaries_fault(hashing: HashScheme) -> str:
     size = hashing.block_size
-    names = ("index block", hashing.index_block), ("alignment", hashing.alignment), ("window", hashing.window_block)
-    for name, tokens in names:
+    names = {
+        "index block": hashing.index_block,
+        "alignment": hashing.alignment,
+        "window": hashing.window_block,
+        "full attention beyond a boundary": hashing.full_beyond,
+        "window beyond a boundary": hashing.window_beyond,
+    }
+    for name, tokens in names.items():
         if not 0 <= tokens <= BLOCK_TOKENS_MAX or tokens % size:
             return f"its {name} is {tokens}, with hashes of {size} tokens"
-    if hashing.align % (hashing.window_stride * size) or not 1 <= hashing.window_blocks <= BLOCK_TOKENS_MAX:
+    window = hashing.window_stride * size
+    if hashing.align % window or hashing.window_beyond % window or not 1 <= hashing.window_blocks <= BLOCK_TOKENS_MAX:
         return f"its window is of {hashing.window_blocks} blocks of {hashing.window_block}, at {hashing.align} tokens"
     if not hashing.boundaries and hashing.index_block > size:
         return f"its index block is {hashing.index_block}, with hashes of {size} tokens and no boundaries"

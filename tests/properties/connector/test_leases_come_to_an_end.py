@@ -46,7 +46,7 @@ class AnyHistory(RuleBasedStateMachine):
         self.owners[lease_id] = owner
         before = len(self.leases.followed)
         followed = self.leases.follow(
-            lease_id, owner, FollowedPrompt([b"x"], hold_s=1.0, until_s=self.now + follow_s, full_tokens=0)
+            lease_id, owner, FollowedPrompt([b"x"], hold_s=1.0, until_s=self.now + follow_s, full_tokens=0, end=1)
         )
         assert followed == (before < FOLLOWED_MAX)
 

@@ -16,7 +16,7 @@ from services.router.state.block_table import (
     PythonBlockTable,
     block_table,
 )
-from shared.contracts.kv_events import MEMORIES, digest_xor, unpack_hashes
+from shared.contracts.kv_events import MEMORIES, NARROW_MARK, digest_xor, unpack_hashes
 
 TABLES = [
     pytest.param(PythonBlockTable, id="python"),
@@ -33,6 +33,14 @@ KINDS = (
     Boundaries(1, 1, 1, 3),
     Boundaries(2, 2, 1, 3),
     Boundaries(0, 4, 2, 2),
+    Boundaries(1, 1, 1, 3, 1, 1),
+    Boundaries(2, 2, 1, 3, 2, 1),
+    Boundaries(1, 2, 2, 2, 1, 2),
+    Boundaries(1, 2, 1, 2, 1, 0),
+    Boundaries(0, 2, 2, 2, 0, 2),
+    Boundaries(1, 1, 1, 3, narrow=True),
+    Boundaries(2, 2, 1, 3, 2, 1, narrow=True),
+    Boundaries(0, 2, 2, 2, narrow=True),
     Boundaries(200),
     Boundaries(0, 200),
     Boundaries(1, 1, 1, 200),
@@ -57,6 +65,13 @@ class NaiveBlocks:
         """The row's longest usable prefix, as its definition says: each possible one is tried."""
         held, ends, stride = self.of(row), self.held[row, BOUNDARY], at.stride
         for end in range(len(chain) // at.step * at.step, 0, -at.step):
+            last = chain[end + at.window_beyond - 1 :][:1]
+            if at.narrow and last and last[0] ^ NARROW_MARK not in ends:
+                continue
+            if at.full_beyond or at.window_beyond:
+                if self._is_held_beyond(held, ends, chain, end, at):
+                    return end
+                continue
             window = [chain[one - 1] for one in range(end, 0, -at.window)][: at.window_blocks]
             # A block that ends beyond the boundary contains it, and so does a partial one, which has its name.
             beyond = chain[end + stride - end % stride - 1 :][:1] if stride else []
@@ -65,6 +80,16 @@ class NaiveBlocks:
             if contained and held.issuperset(full) and ends.issuperset(window):
                 return end
         return 0
+
+    def _is_held_beyond(self, held: set[int], ends: set[int], chain: list[int], end: int, at: Boundaries) -> bool:
+        """Whole blocks only, and up to ``beyond``, which the chain must reach."""
+        last, full_end = end + at.window_beyond, end + at.full_beyond
+        if max(last, full_end if at.stride else 0) > len(chain):
+            return False
+        window = [chain[one - 1] for one in range(last, 0, -at.window)][: at.window_blocks]
+        full = chain[at.stride - 1 : full_end + at.stride - 1 : at.stride] if at.stride else []
+        is_whole = not at.stride or len(full) * at.stride >= full_end
+        return is_whole and held.issuperset(full) and ends.issuperset(window)
 
     def depth(self, row: int, chain: list[int]) -> int:
         held = self.of(row)

@@ -13,14 +13,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from services.router.state.block_table import IS_COMPILED, TIERS, PythonBlockTable, block_table
-from shared.contracts.kv_events import pack_hashes
+from shared.contracts.kv_events import NARROW_MARK, pack_hashes
 from tests.properties.router.naive_blocks import KINDS, TABLES, NaiveBlocks
 from tests.support.examples import examples
 
 ROWS = 5
 ROW = st.integers(min_value=0, max_value=ROWS - 1)
 TIER = st.integers(min_value=0, max_value=len(TIERS) - 1)
-BLOCK = st.one_of(st.integers(min_value=0, max_value=9), st.sampled_from([2**63, 2**64 - 1, 2**64 - 2]))
+BLOCK = st.one_of(
+    st.integers(min_value=0, max_value=9),
+    st.sampled_from([one ^ NARROW_MARK for one in range(4)]),
+    st.sampled_from([2**63, 2**64 - 1, 2**64 - 2]),
+)
 BLOCKS = st.lists(BLOCK, max_size=12)
 
 

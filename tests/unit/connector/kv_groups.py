@@ -21,8 +21,12 @@ LAYOUTS = {
     "states and half a block": Layout((state(32), state(32), full(32))),
     "state and window": Layout((full(32), window(32, 50), state(32)), unit=32),
     "one window": Layout((window(16, 40),)),
+    "window and drafter": Layout((full(16), window(16, 40)), drafts=True),
+    "two block sizes and drafter": Layout((window(16, 40), full(32)), drafts=True),
+    "long window blocks and drafter": Layout((full(16), window(32, 40)), drafts=True),
+    "one window and drafter": Layout((window(16, 40),), drafts=True),
 }
-SEVERAL = {name: layout for name, layout in LAYOUTS.items() if len(layout.groups) > 1}
+SEVERAL = {name: layout for name, layout in LAYOUTS.items() if len(layout.groups) > 1 and not layout.drafts}
 
 
 def cache_config_of(layout: Layout, blocks: int, *, retention: int | None = 0) -> Any:

@@ -13,6 +13,7 @@ from functools import cache
 from itertools import accumulate
 from math import lcm
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -69,6 +70,8 @@ class Layout:
     """``--prefix-match-unit``."""
     caches: bool = True
     """Whether prefix caching is on."""
+    drafts: bool = False
+    """Whether there is a drafter, of which vLLM drops the end of each prefix that it finds."""
 
     @property
     def block_size(self) -> int:
@@ -92,6 +95,18 @@ def state(block_size: int) -> KvGroup:
     return KvGroup(kind=KvGroupKind.STATE, block_size=block_size)
 
 
+DRAFTER = SimpleNamespace(
+    num_speculative_tokens=0,
+    max_num_new_slots_for_drafting=0,
+    num_speculative_tokens_per_batch_size=None,
+    use_eagle=lambda: True,
+    use_eagle_block_drop=lambda: True,
+    use_dspark=lambda: False,
+    use_dflash=lambda: False,
+    uses_draft_model=lambda: False,
+    use_multi_module_mtp=lambda: False,
+)
+"""Proposes nothing. vLLM's scheduler and managers treat its blocks as EAGLE's."""
 PLAIN = Layout((full(BLOCK_TOKENS),))
 
 
@@ -116,6 +131,8 @@ def _config(folder: Path, layout: Layout, *, with_connector: bool, tokens_a_step
         model_config=model, cache_config=cached, scheduler_config=limits, kv_transfer_config=transfer
     )
     whole.cache_config.mamba_cache_mode = "align" if layout.caches else "none"
+    if layout.drafts:
+        whole.speculative_config = DRAFTER
     return whole
 
 
@@ -232,7 +249,8 @@ class Engine:
         self.free_at_first = self.pool.get_num_free_blocks()
         self.holder = Holder(HolderSettings(WorkerId("p"), Epoch(1), lease_share_max=0.3), lambda: self.now)
         aligned = self.scheduler.kv_cache_config.cache_hit_alignment_tokens
-        groups = GroupPlan(list(layout.groups), self.unit, aligned)
+        beyond = max(group.block_size for group in layout.groups) if layout.drafts else 0
+        groups = GroupPlan(list(layout.groups), self.unit, aligned, beyond=beyond)
         from connector.scheduler.connector_scheduler import boundary_finder  # imports vLLM
 
         self.holder.bind(self.pool, groups, boundary_finder(self.manager.coordinator))

@@ -51,6 +51,8 @@ FORGED = [
     ("alignment", replace(HONEST, alignment=0)),
     ("alignment", replace(HONEST, alignment=HONEST.hash_block_size - 1)),
     ("alignment", replace(HONEST, alignment=1 << 62)),
+    ("beyond", replace(HONEST, beyond=-1)),
+    ("beyond", replace(HONEST, beyond=1 << 62)),
     ("block_size", with_group(block_size=0)),
     ("window", with_group(window=1)),
     ("window", with_group(kind=KvGroupKind.STATE, window=1)),

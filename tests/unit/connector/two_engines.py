@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from math import lcm
 from pathlib import Path
@@ -18,10 +18,21 @@ import msgspec
 import zmq
 
 from connector.groups import GroupPlan
-from connector.messages import Connected, EngineCall, EngineNotification, Orders, Peer, Read, ReadPart, Results
+from connector.messages import (
+    Connected,
+    EngineCall,
+    EngineNotification,
+    Orders,
+    Peer,
+    PeerGone,
+    Read,
+    ReadPart,
+    Results,
+)
 from connector.reader.peers import key_of
 from shared.contracts.ids import Epoch, LegId, WorkerId
 from shared.contracts.kv_exchange import (
+    KvGrant,
     KvGroupKind,
     KvLayer,
     KvOffer,
@@ -30,6 +41,7 @@ from shared.contracts.kv_exchange import (
     KvSource,
     KvTransferReport,
     LegOrder,
+    NoGrant,
 )
 from tests.unit.connector.real_scheduler import Engine, Layout, make_scheduler, next_token
 
@@ -152,8 +164,8 @@ class ExchangingEngine(Engine):
                 held = self.memory[blocks[number][at // size]][at % size]
                 assert held == (number, running.prefixes[at]), f"{request_id}: group {number} lacks token {at}"
 
-    def read(self, memory: list, fails: Callable[[Read], bool]) -> None:
-        """Carry out the reads that were ordered, from another engine's memory; where one fails, no block holds anything
+    def read(self, memories: Mapping[WorkerId, list], fails: Callable[[Read], bool]) -> None:
+        """Carry out the reads that were ordered, from other engines' memory; where one fails, no block holds anything
         that was written.
         """
         orders = list(self.orders)
@@ -162,7 +174,7 @@ class ExchangingEngine(Engine):
             self.reads += one.reads
             self.results.connected += [Connected(key_of(peer), 0.0) for peer in one.connect]
             for read in one.reads:
-                failed = fails(read)
+                failed, memory = fails(read), memories[WorkerId(read.peer[0])]
                 for local, remote in zip(read.local_blocks, read.remote_blocks, strict=True):
                     assert not self.pool.blocks[local].is_null
                     self.memory[local] = [(-2, -2)] * len(self.memory[local]) if failed else list(memory[remote])
@@ -203,16 +215,20 @@ class Pair:
     def __init__(self, folder: Path, layout: Layout, *, depth: int = 1, retention: int | None = 0, blocks: int = 80):
         self.p = ExchangingEngine(folder, "p", layout, depth=depth, retention=retention, blocks=blocks)
         self.d = ExchangingEngine(folder, "d", layout, depth=depth, retention=retention, blocks=blocks)
-        self.engines = {self.p.name: self.p, self.d.name: self.d}
+        self.computing = [self.p, self.d]
+        self.engines = {engine.name: engine for engine in self.computing}
         self.fails: Callable[[Read], bool] = lambda _read: False
-        for engine, peer in ((self.p, self.d), (self.d, self.p)):
-            self.route(
-                engine, engine.call(peers=[Peer(handshake=peer.call(describe=True).handshake, clock_ahead_s=0.0)])
-            )
+        self.meet(self.p, self.d)
+        self.meet(self.d, self.p)
+
+    def meet(self, engine: ExchangingEngine, peer: ExchangingEngine) -> None:
+        """From now on an engine can read from another."""
+        known = Peer(handshake=peer.call(describe=True).handshake, clock_ahead_s=0.0)
+        self.route(engine, engine.call(peers=[known]))
 
     def close(self) -> None:
-        self.p.close()
-        self.d.close()
+        for engine in self.computing:
+            engine.close()
 
     def route(self, sender: ExchangingEngine, told: EngineNotification) -> None:
         for lease in told.leases:
@@ -223,15 +239,22 @@ class Pair:
             self.send(sender, release.worker_id, releases=[release])
 
     def send(self, sender: ExchangingEngine, to: WorkerId, **fields) -> None:
-        engine = self.engines[to]
-        self.route(engine, engine.call(**fields))
+        """For an engine that is gone, the bus answers that nobody is there."""
+        if (engine := self.engines.get(to)) is not None:
+            self.route(engine, engine.call(**fields))
+            return
+        for lease in fields.get("leases", ()):
+            about = {"worker_id": to, "epoch": lease.epoch, "reader_id": sender.name, "ask_id": lease.ask_id}
+            answer = KvGrant(**about, clock_s=0.0, reason=NoGrant.UNREACHABLE)
+            self.route(sender, sender.call(grants=[answer]))
 
     def pump(self) -> None:
         for engine in self.engines.values():
             for told in engine.tell():
                 self.route(engine, told)
-        self.d.read(self.p.memory, self.fails)
-        self.p.read(self.d.memory, self.fails)
+        memories = {name: engine.memory for name, engine in self.engines.items()}
+        for engine in self.computing:
+            engine.read(memories, self.fails)
 
     def turn(self, engine: ExchangingEngine) -> None:
         """One step of an engine, with as many in flight as it may have."""
@@ -244,11 +267,11 @@ class Pair:
     def run(self, *, until: Callable[[], bool] | None = None) -> None:
         """Both engines take turns until they have nothing to do."""
         for _turn in range(TURNS_MAX):
-            for engine in (self.p, self.d):
+            for engine in self.computing:
                 self.turn(engine)
             if until is not None and until():
                 return
-            if until is None and not any(engine.busy for engine in (self.p, self.d)):
+            if until is None and not any(engine.busy for engine in self.computing):
                 return
         raise AssertionError("the engines do not come to an end")
 
@@ -258,6 +281,25 @@ class Pair:
 
     def by_hash(self) -> LegOrder:
         return LegOrder(sources=[KvSource(worker_id=self.p.name, epoch=Epoch(1))])
+
+
+class Three(Pair):
+    """A pair, and ``q``, which computes prompts, too."""
+
+    def __init__(self, folder: Path, layout: Layout, *, depth: int = 1) -> None:
+        super().__init__(folder, layout, depth=depth)
+        self.q = self.engines[WorkerId("q")] = ExchangingEngine(folder, "q", layout, depth=depth)
+        self.computing.append(self.q)
+        self.meet(self.d, self.q)
+
+    def die(self, engine: ExchangingEngine) -> None:
+        """The engine ends, and ``d`` hears of it."""
+        self.computing.remove(engine)
+        self.engines.pop(engine.name).close()
+        self.route(self.d, self.d.call(gone=[PeerGone(worker_id=engine.name, epoch=Epoch(1))]))
+
+    def by_hash(self) -> LegOrder:
+        return LegOrder(sources=[KvSource(worker_id=name, epoch=Epoch(1)) for name in (self.p.name, self.q.name)])
 
 
 def answer_of(prompt: list[int], count: int) -> list[int]:

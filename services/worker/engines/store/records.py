@@ -36,10 +36,12 @@ class BlockShape:
     groups: tuple[KvGroup, ...]
     layers: tuple[tuple[str, Content], ...]
     """The name of each layer and its content."""
+    beyond: int = 0
+    """``KvHandshake.beyond``."""
 
     @property
     def plan(self) -> GroupPlan:
-        return GroupPlan(self.groups, self.hash_block_size, self.alignment)
+        return GroupPlan(self.groups, self.hash_block_size, self.alignment, beyond=self.beyond)
 
     @property
     def block_tokens(self) -> int:
@@ -90,7 +92,12 @@ def shape_of(handshake: KvHandshake) -> BlockShape:
         raise ValueError(f"blocks of {sizes} tokens, boundaries of {handshake.alignment}: hashes are of {unit} tokens")
     layers = tuple(contents_of(handshake.ranks[0]).items())
     return BlockShape(
-        handshake.fingerprint, handshake.hash_block_size, handshake.alignment, tuple(handshake.groups), layers
+        handshake.fingerprint,
+        handshake.hash_block_size,
+        handshake.alignment,
+        tuple(handshake.groups),
+        layers,
+        handshake.beyond,
     )
 
 

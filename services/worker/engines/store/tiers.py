@@ -18,8 +18,9 @@ from connector.groups import Blocks, GroupPlan
 from connector.reader.prefetch import Held
 from services.worker.engines.simulated.core.block_cache import BlockCache, CacheBlockAllocator, Change
 from services.worker.engines.store.records import SlotRecord, group_of, name_in
-from services.worker.kv_events import EventTranslation
+from services.worker.kv_events import EventTranslation, narrow_windows
 from shared.contracts.kv_events import KvEvent, KvEventKind, KvTier
+from shared.contracts.kv_exchange import KvGroupKind
 
 
 @dataclass(slots=True)
@@ -153,7 +154,8 @@ class StoreEvents:
     """
 
     def __init__(self, plan: GroupPlan) -> None:
-        self._translation = EventTranslation([number in plan.full for number in range(len(plan.groups))])
+        groups = [(group.block_size, group.kind is KvGroupKind.FULL, group.window) for group in plan.groups]
+        self._translation = EventTranslation([is_full for _size, is_full, _window in groups], narrow_windows(groups))
 
     def of(self, tier: KvTier, changes: Iterable[Change]) -> Iterator[KvEvent]:
         for change in changes:

@@ -45,6 +45,7 @@ from services.worker.engines.vllm.arguments import (
 )
 from services.worker.engines.vllm.cache_settings import choose_cache_options, required_dtype, typed_options
 from services.worker.engines.vllm.profiler import VllmProfiler, configure_profiler
+from services.worker.kv_events import blocks_of_windows, narrow_windows
 from services.worker.settings import TINY_MODEL, Settings
 from services.worker.tiny_model import ensure_tiny_model
 from shared.contracts.engine_paths import SERVED
@@ -192,8 +193,8 @@ async def _start(launch: Launch, report: Callable[[str], None]) -> VllmEngine:
             modules, args.lora_modules = args.lora_modules or (), None
             app = await _openai_app(llm, args, meter)
             adapters = await _adapters(launch, llm, app, modules)
-            alignment, groups = await llm.engine_core.call_utility_async("cache_groups")
-            source.attach([is_full for _size, is_full, _window in groups])
+            alignment, groups, beyond = await llm.engine_core.call_utility_async("cache_groups")
+            source.attach(groups)
             if exchange is not None:
                 exchange.attach(llm.engine_core, llm.note_death)
         except BaseException:
@@ -209,7 +210,7 @@ async def _start(launch: Launch, report: Callable[[str], None]) -> VllmEngine:
         llm.vllm_config,
         args.served_model_name,
         msgspec.structs.replace(fingerprinted, block_size=llm.hash_block_size),
-        hash_scheme(llm.vllm_config.cache_config, llm.hash_block_size, alignment, groups),
+        hash_scheme(llm.vllm_config.cache_config, llm.hash_block_size, alignment, groups, beyond),
         launch.settings.legs_max,
         app.paths & SERVED,
         note="; ".join(chosen),
@@ -491,15 +492,18 @@ class VllmEngine(Engine):
 
 
 def hash_scheme(
-    cache: Any, hash_block_size: int, alignment: int = 0, groups: Sequence[tuple[int, bool, int]] = ()
+    cache: Any,
+    hash_block_size: int,
+    alignment: int = 0,
+    groups: Sequence[tuple[int, bool, int]] = (),
+    beyond: Sequence[int] = (0, 0),
 ) -> HashScheme:
     """How vLLM names blocks, in this environment. ``groups``: of each KV cache group its block size, whether it is full
-    attention, and its window in tokens (0: none).
+    attention, and its window in tokens (0: none). ``beyond``: see ``beyond_boundaries``.
     """
     groups = groups if cache.enable_prefix_caching else ()
     full = [size for size, is_full, _window in groups if is_full]
-    windows = [(size, window) for size, is_full, window in groups if not is_full]
-    window_block = lcm(*(size for size, _window in windows)) if windows and all(at for _size, at in windows) else 0
+    window_block, window_blocks = blocks_of_windows(groups)
     boundaries = len(groups) > 1 or bool(groups and not full)
     scheme = HashScheme(
         block_size=hash_block_size,
@@ -507,7 +511,10 @@ def hash_scheme(
         boundaries=boundaries,
         alignment=alignment if boundaries else 0,
         window_block=window_block,
-        window_blocks=max(1, *(-(-(window - 1) // window_block) for _size, window in windows)) if window_block else 1,
+        window_blocks=max(window_blocks.values(), default=1),
+        narrow=bool(narrow_windows(groups)),
+        full_beyond=beyond[0] if boundaries else 0,
+        window_beyond=window_block if beyond[1] else 0,
         algorithm=cache.prefix_caching_hash_algo,
     )
     seed = os.environ.get("PYTHONHASHSEED")

@@ -17,6 +17,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_sliding_window, is_full_attention_spec
 
 from connector import connector
+from connector.layout.engine_layout import beyond_boundaries
 from connector.transfer.threads import unbind_heirs
 from services.worker.engines.vllm.arguments import PARENT_PID
 
@@ -56,15 +57,21 @@ def hash_block_size(core: Any) -> int:
     return size
 
 
-def cache_groups(core: Any) -> tuple[int, list[tuple[int, bool, int]]]:
-    """Utility method added to ``EngineCore``: at multiples of how many tokens a prefix can be of use, and for each KV
-    cache group its block size, whether it is full attention, and its window in tokens (0: none).
+def cache_groups(core: Any) -> tuple[int, list[tuple[int, bool, int]], tuple[int, int]]:
+    """Utility method added to ``EngineCore``: at multiples of how many tokens a prefix can be of use, for each KV cache
+    group its block size, whether it is full attention, and its window in tokens (0: none), and what
+    ``beyond_boundaries`` says.
     """
     config = core.scheduler.kv_cache_config
     specs = [group.kv_cache_spec for group in config.kv_cache_groups]
-    return config.cache_hit_alignment_tokens or 0, [
-        (spec.block_size, is_full_attention_spec(spec), get_kv_cache_spec_sliding_window(spec) or 0) for spec in specs
-    ]
+    return (
+        config.cache_hit_alignment_tokens or 0,
+        [
+            (spec.block_size, is_full_attention_spec(spec), get_kv_cache_spec_sliding_window(spec) or 0)
+            for spec in specs
+        ],
+        beyond_boundaries(core.vllm_config, config),
+    )
 
 
 def prepare_engine_core() -> None:

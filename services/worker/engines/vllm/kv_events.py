@@ -20,7 +20,7 @@ from vllm.distributed.kv_events import (
     KVEventBatch,
 )
 
-from services.worker.kv_events import EventTranslation
+from services.worker.kv_events import EventTranslation, narrow_windows
 from shared.contracts.kv_events import KvEvent, KvTier
 
 EVENTS_QUEUED_MAX = 100_000
@@ -55,9 +55,10 @@ class KvEventSource:
         """Group of events that name none."""
         self._next = 0
 
-    def attach(self, full: Sequence[bool]) -> None:
-        """Set which of the engine's KV cache groups are full attention; before the engine gets requests."""
-        self._translation = EventTranslation(full)
+    def attach(self, groups: Sequence[tuple[int, bool, int]]) -> None:
+        """Set the engine's KV cache groups (see ``blocks_of_windows``); before the engine gets requests."""
+        full = [is_full for _size, is_full, _window in groups]
+        self._translation = EventTranslation(full, narrow_windows(groups))
         self._default_group = next((group for group, is_full in enumerate(full) if is_full), 0)
 
     async def batches(self) -> AsyncIterator[list[KvEvent]]:

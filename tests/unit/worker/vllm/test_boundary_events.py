@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from connector.layout.engine_layout import beyond_boundaries
 from services.router.placement.kv_sources import boundaries_of
 from services.router.state.prefix_index import PrefixIndex
 from services.worker.engines.vllm.engine import hash_scheme
@@ -17,6 +18,7 @@ from services.worker.kv_events import HeldBlocks
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_events import KvEventBatch, KvSnapshot, block_hash64
 from shared.contracts.workers import HashScheme
+from tests.unit.connector.real_scheduler import DRAFTER
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 
@@ -44,6 +46,11 @@ LAYOUTS: dict[str, tuple[Groups, int, int | None]] = {
     "three states and full": ((("state", 32), ("state", 32), ("state", 32), ("full", 32)), 32, 64),
     "states within blocks": ((("state", 64), ("full", 64)), 16, 0),
     "windows alone": ((("window", 16),), 16, None),
+    "windows of two widths": ((("narrow", 16), ("full", 16), ("window", 16)), 16, None),
+    "windows of two widths, kept at prompts' ends": ((("window", 16), ("full", 16), ("narrow", 16)), 16, 0),
+    "window and drafter": ((("window", 16), ("full", 16)), 16, None),
+    "window and drafter, kept at prompts' ends": ((("window", 16), ("full", 16)), 16, 0),
+    "window of longer blocks and drafter": ((("window", 32), ("full", 16)), 16, None),
 }
 """Kinds and block sizes of groups, the unit of hashes, and the retention interval."""
 
@@ -56,8 +63,8 @@ def spec_of(kind: str, block_size: int) -> Any:
     match kind:
         case "full":
             return FullAttentionSpec(block_size=block_size, **heads)
-        case "window":
-            return SlidingWindowSpec(block_size=block_size, sliding_window=40, **heads)
+        case "window" | "narrow":
+            return SlidingWindowSpec(block_size=block_size, sliding_window=40 if kind == "window" else 17, **heads)
         case _:
             return MambaSpec(
                 block_size=block_size, shapes=((block_size * 2, 2),), dtypes=(torch.float32,), mamba_cache_mode="align"
@@ -106,6 +113,8 @@ class Engine:
         whole.cache_config.num_gpu_blocks = blocks
         if has_state:
             whole.cache_config.mamba_cache_mode = "align"
+        if "drafter" in layout:
+            whole.speculative_config = DRAFTER
         placed = KVCacheConfig(
             num_blocks=blocks,
             kv_cache_tensors=[],
@@ -136,8 +145,9 @@ class Engine:
             )
             for group in placed.kv_cache_groups
         ]
-        self.full = [is_full for _size, is_full, _window in full]
-        self.scheme: HashScheme = hash_scheme(cache, unit, placed.cache_hit_alignment_tokens, full)
+        self.groups = full
+        beyond = beyond_boundaries(whole, placed)
+        self.scheme: HashScheme = hash_scheme(cache, unit, placed.cache_hit_alignment_tokens, full, beyond)
         self._numbers = iter(range(10_000))
 
     def publish(self, batch: Any) -> None:
@@ -201,7 +211,7 @@ class Told:
 
         self.engine, self.held, self.index = engine, HeldBlocks(), PrefixIndex()
         self.source = KvEventSource(run_dir)
-        self.source.attach(engine.full)
+        self.source.attach(engine.groups)
         self.index.join(ME, Epoch(1))
         self.index.restore(KvSnapshot(worker_id=ME, epoch=Epoch(1), seq=0, hashes=b""))
 
@@ -216,7 +226,7 @@ class Told:
         """What the router predicts."""
         scheme = self.engine.scheme
         hashes = [block_hash64(bytes(one)) for one in self.engine.request(prompt, 1).block_hashes]
-        usable = hashes[: scheme.usable(len(prompt)) // scheme.block_size]
+        usable = hashes[: (scheme.usable(len(prompt)) + scheme.beyond) // scheme.block_size]
         slot = self.index.slot(ME)
         if not scheme.boundaries:
             return int(self.index.match_depths(usable)[slot]) * scheme.block_size
