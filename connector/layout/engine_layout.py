@@ -79,8 +79,9 @@ def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
         layout = vllm_config.cache_config.kv_cache_layout
         heads = len(heads_of(0, ranks, kv_heads))
         refusals = [*_layout_refusals(layout, heads), *_cache_refusals(kv_cache_config, ranks, kv_heads)]
-    if not refusals and not vllm_config.cache_config.enable_prefix_caching:
-        refusals = _uncached_refusals(kv_cache_config)
+    if not refusals:
+        is_cached = vllm_config.cache_config.enable_prefix_caching
+        refusals = _retention_refusals(kv_cache_config) if is_cached else _uncached_refusals(kv_cache_config)
     refuse(refusals)
 
 
@@ -166,6 +167,21 @@ def _uncached_refusals(kv_cache_config: Any) -> list[str]:
                 )
                 return [f"layer {name} has a window, and {why}; leave out --no-enable-prefix-caching"]
     return []
+
+
+def _retention_refusals(kv_cache_config: Any) -> list[str]:
+    """VLLM refuses the same, in another process, whose reason the worker does not get."""
+    interval, groups = kv_cache_config.prefix_cache_retention_interval, kv_cache_config.kv_cache_groups
+    if not interval:
+        return []
+    about = f"--prefix-cache-retention-interval is {interval}, but"
+    if all(
+        KIND_OF_SPEC[type(spec).__name__] is KvGroupKind.FULL for group in groups for spec in _specs(group).values()
+    ):
+        return [f"{about} no layer has a window or a state; leave it out"]
+    step = lcm(*(group.kv_cache_spec.block_size for group in groups))
+    why = f"windows and states are kept where the blocks of all groups end, every {step} tokens"
+    return [f"{about} {why}; set it to 0 or to a multiple of {step}"] if interval % step else []
 
 
 def _layer_refusal(name: str, spec: Any, ranks: int, kv_heads: int) -> str:

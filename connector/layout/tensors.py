@@ -123,8 +123,18 @@ def why_not(own: KvHandshake, peer: KvHandshake) -> str:
     for name, remedy in MUST_BE_EQUAL.items():
         ours, theirs = getattr(own, name), getattr(peer, name)
         if ours != theirs:
-            return f"{name} differs: {ours!r} here, {theirs!r} there{remedy}"
+            return f"{name} differs: {_text(ours)} here, {_text(theirs)} there{remedy}"
     return why_malformed(peer) or _why_layers_differ(own.ranks[0], peer.ranks[0])
+
+
+def _text(value: object) -> str:
+    """Groups in words, everything else as it is."""
+    if not isinstance(value, list):
+        return repr(value)
+    return ", ".join(
+        f"{group.kind} in blocks of {group.block_size} tokens" + (f" (of {group.window})" if group.window else "")
+        for group in value
+    )
 
 
 def why_malformed(peer: KvHandshake) -> str:

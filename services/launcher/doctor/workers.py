@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -41,6 +41,13 @@ MEANINGS = {
     "options": "other options of the engine",
 }
 """Descriptions of fingerprint fields."""
+BOUNDARY_SETTINGS = {
+    "block_size": "--block-size",
+    "block": "--block-size",
+    "unit": "--prefix-match-unit",
+    "hybrid_manager_off": "--disable-hybrid-kv-cache-manager (chosen where prefix caching is off)",
+}
+"""vLLM's option for each field of a fingerprint, or word of its options, on which the boundaries of prefixes depend."""
 _finding = Area.WORKERS.finding
 
 
@@ -212,11 +219,13 @@ def _fingerprints(model: str, records: list[WorkerRecord]) -> Iterator[Finding]:
     first, *others = sorted(groups.values(), key=len, reverse=True)
     for those in others:
         differing = list(_differing(first[0], those[0]))
-        fields = "; ".join(f"{name} is {ours} and {theirs}" for name, ours, theirs in differing)
+        fields = "; ".join(f"{name} is {_difference(ours, theirs)}" for name, ours, theirs in differing)
         what = f"{_names(first)} and {_names(those)} cannot exchange KV: {fields}."
         meaning = ", ".join(MEANINGS.get(name, name) for name, _, _ in differing)
         apart = "" if pairs else " No prefill worker matches a decode worker: no request can be disaggregated."
         todo = "Use the same weights, dtype, vLLM, NIXL and --engine-args, and the same kind of processor."
+        if settings := _settings_of_boundaries(differing):
+            todo += f" Where prefixes meet, both engines need the same {' and '.join(settings)}."
         yield _finding(Level.WARNING if pairs else Level.ERROR, what, f"The difference: {meaning}.{apart}", todo)
 
 
@@ -225,6 +234,26 @@ def _differing(one: WorkerRecord, other: WorkerRecord) -> Iterator[tuple[str, ob
     for name, value in msgspec.structs.asdict(one.fingerprint).items():
         if value != theirs[name]:
             yield name, value or "none", theirs[name] or "none"
+
+
+def _difference(ours: object, theirs: object) -> str:
+    """Two values; of lists of options, those that are in one only."""
+    one, other = str(ours).split(), str(theirs).split()
+    if len(one) + len(other) == 2:
+        return f"{ours} and {theirs}"
+    only = [
+        " ".join(word for word in words if word not in than) or "none" for words, than in ((one, other), (other, one))
+    ]
+    return " and ".join(only)
+
+
+def _settings_of_boundaries(differing: Sequence[tuple[str, object, object]]) -> list[str]:
+    """The options of vLLM that must be equal for two engines to exchange KV at the same boundaries, and are not."""
+    names = {name for name, _ours, _theirs in differing}
+    for name, ours, theirs in differing:
+        if name == "options":
+            names |= {word.partition("=")[0] for word in set(str(ours).split()) ^ set(str(theirs).split())}
+    return list(dict.fromkeys(setting for name, setting in BOUNDARY_SETTINGS.items() if name in names))
 
 
 def _schemes(model: str, records: list[WorkerRecord]) -> Iterator[Finding]:

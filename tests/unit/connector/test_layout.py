@@ -9,6 +9,7 @@ import pytest
 from connector.layout.tensors import CacheTensor, UnsupportedLayout, layer_of, why_not
 from shared.contracts.kv_exchange import GROUP, KvPlane
 from tests.support.kv_engines import RankMemory, Shape, handshake
+from tests.unit.connector.real_scheduler import full, window
 
 
 def tensor(array: np.ndarray, dims: str) -> CacheTensor:
@@ -85,6 +86,31 @@ def test_the_incompatible_field_is_named(field, value):
     peer = msgspec.structs.replace(described(Shape()), **{field: value})
 
     assert why_not(described(Shape()), peer).startswith(f"{field} differs")
+
+
+TWO_GROUPS = "full in blocks of 16 tokens, window in blocks of {} tokens (of 128)"
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"hash_block_size": 96}, "hash_block_size differs: 16 here, 96 there"),
+        ({"alignment": 32}, "alignment differs: 16 here, 32 there"),
+        (
+            {"groups": [full(16), window(32, 128)]},
+            f"groups differs: {TWO_GROUPS.format(16)} here, {TWO_GROUPS.format(32)} there",
+        ),
+    ],
+    ids=["unit", "alignment", "block sizes"],
+)
+def test_boundaries_that_never_meet_are_refused_with_both_values_and_the_settings(fields, why):
+    own = msgspec.structs.replace(
+        described(Shape()), hash_block_size=16, alignment=16, groups=[full(16), window(16, 128)]
+    )
+
+    refusal = why_not(own, msgspec.structs.replace(own, **fields))
+
+    assert refusal == f"{why}; give both engines the same --block-size and --prefix-match-unit"
 
 
 def test_other_layers_are_named():

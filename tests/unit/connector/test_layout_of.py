@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -234,6 +235,25 @@ def test_the_layout_of_a_single_head_does_not_matter():
 def test_windows_and_states_are_served():
     refuse_unsupported(*engine(windows("SlidingWindow", sliding_window=64)))
     refuse_unsupported(*engine(mamba(mode="align"), model={"is_hybrid": True}))
+
+
+@pytest.mark.parametrize(
+    ("spec", "interval", "why"),
+    [
+        ("window", 3 * TOKENS, ""),
+        ("window", 0, ""),
+        ("window", None, ""),
+        ("window", TOKENS + 1, f"is {TOKENS + 1}, but .*; set it to 0 or to a multiple of {TOKENS}"),
+        ("full", TOKENS, f"is {TOKENS}, but no layer has a window or a state; leave it out"),
+        ("full", 0, ""),
+    ],
+)
+def test_a_retention_interval_at_which_no_prefix_ends_is_refused_with_one_that_works(spec, interval, why):
+    config, cache = engine(windows("SlidingWindow", sliding_window=64) if spec == "window" else attention())
+    cache.prefix_cache_retention_interval = interval
+
+    with pytest.raises(UnsupportedEngine, match=why) if why else nullcontext():
+        refuse_unsupported(config, cache)
 
 
 def test_windows_and_chunks_that_keep_all_blocks_are_served():

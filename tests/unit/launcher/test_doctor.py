@@ -412,6 +412,34 @@ def test_without_a_system_a_missing_nats_server_is_a_warning():
     assert "--nats-url" in it.todo
 
 
+@pytest.mark.parametrize(
+    ("ours", "theirs", "what", "todo"),
+    [
+        (
+            {"options": "config=a unit=32 block=544 states=b"},
+            {"options": "config=a unit=96 block=1056 states=b"},
+            "options is unit=32 block=544 and unit=96 block=1056.",
+            "the same --block-size and --prefix-match-unit.",
+        ),
+        ({"block_size": 16}, {"block_size": 32}, "block_size is 16 and 32.", "the same --block-size."),
+        (
+            {"options": "config=a hybrid_manager_off=b"},
+            {"options": "config=a"},
+            "options is hybrid_manager_off=b and none.",
+            "the same --disable-hybrid-kv-cache-manager",
+        ),
+    ],
+)
+def test_engines_whose_prefixes_never_meet_are_told_which_settings_must_be_equal(ours, theirs, what, todo):
+    both = system(**two_workers(**theirs)).records
+    first = msgspec.structs.replace(both[0], fingerprint=msgspec.structs.replace(FINGERPRINT, **ours))
+
+    (it,) = (one for one in faults(installation(), system(records=[first, both[1]])) if "cannot exchange" in one.what)
+
+    assert it.what == f"p1 and d1 cannot exchange KV: {what}"
+    assert todo in it.todo
+
+
 def test_beside_a_matching_pair_a_third_fingerprint_is_a_warning():
     third = record("w3")
     other = msgspec.structs.replace(third, fingerprint=msgspec.structs.replace(FINGERPRINT, dtype="x"))

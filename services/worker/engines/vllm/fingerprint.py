@@ -71,6 +71,7 @@ def options(config: Any) -> str:
         "attention_kinds": {kind: backend.name for kind, backend in attention.backend_per_kind.items()},
         "hash": cache.prefix_caching_hash_algo,
         "hash_seed": os.environ.get("PYTHONHASHSEED"),
+        **unit_options(config),
         "states": state_options(config),
         # With it layers with a window keep other blocks, so groups are others.
         "hybrid_manager_off": config.scheduler_config.disable_hybrid_kv_cache_manager or None,
@@ -110,14 +111,20 @@ def lora_options(config: Any) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value}
 
 
+def unit_options(config: Any) -> dict[str, Any]:
+    """Where a model with states has boundaries: those of engines that differ here never meet."""
+    if not config.model_config.is_hybrid:
+        return {}
+    cache = config.cache_config
+    return {"unit": cache.prefix_match_unit, "block": cache.block_size}
+
+
 def state_options(config: Any) -> dict[str, Any]:
-    """What makes recurrent states, or where they are kept, different."""
+    """What makes recurrent states different."""
     if not config.model_config.is_hybrid:
         return {}
     cache = config.cache_config
     return {
-        "unit": cache.prefix_match_unit,
-        "block": cache.block_size,
         "dtypes": [str(cache.mamba_cache_dtype), str(cache.mamba_ssm_cache_dtype)],
         "mode": cache.mamba_cache_mode,
         "convolution": os.environ.get("VLLM_SSM_CONV_STATE_LAYOUT"),
@@ -125,7 +132,9 @@ def state_options(config: Any) -> dict[str, Any]:
 
 
 def _short(value: Any) -> str:
-    """A word as it is, everything else as a digest."""
+    """A word or a number as it is, everything else as a digest."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
     if isinstance(value, str) and value.replace("-", "").replace("_", "").isalnum():
         return value
     canonical = json.dumps(value, sort_keys=True, default=str)

@@ -159,19 +159,26 @@ def test_each_variable_of_vllm_counts(monkeypatch, name, variable, value):
 
 
 @pytest.mark.parametrize(
-    "other",
+    ("other", "name"),
     [
-        {"prefix_match_unit": 16},
-        {"block_size": 64},
-        {"mamba_ssm_cache_dtype": "float32"},
-        {"mamba_cache_dtype": "float32"},
+        ({"prefix_match_unit": 16}, "unit"),
+        ({"block_size": 64}, "block"),
+        ({"mamba_ssm_cache_dtype": "float32"}, "states"),
+        ({"mamba_cache_dtype": "float32"}, "states"),
     ],
 )
-def test_what_changes_states_counts_for_models_that_have_them(other):
+def test_what_changes_states_counts_for_models_that_have_them(other, name):
     hybrid = {"is_hybrid": True}
 
-    assert changed(options(config(model=hybrid)), options(config(model=hybrid, cache=other))) == {"states"}
+    assert changed(options(config(model=hybrid)), options(config(model=hybrid, cache=other))) == {name}
     assert options(config()) == options(config(cache=other))
+
+
+def test_where_states_are_kept_can_be_read():
+    """`baton doctor` tells the operator of two engines that differ here."""
+    text = options(config(model={"is_hybrid": True}, cache={"prefix_match_unit": 96, "block_size": 1056}))
+
+    assert {"unit=96", "block=1056"} <= set(text.split())
 
 
 def test_the_layout_of_states_counts(monkeypatch):
