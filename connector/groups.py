@@ -79,8 +79,10 @@ class GroupPlan:
         return tokens // step * step
 
     def hashes_from(self, have: int) -> int:
-        """Index of the first hash of a lease request: what a window needs may begin before ``have``."""
-        start = have if self.keeps_prefix else max(0, have - self._widest + 1) // self._all * self._all
+        """Index of the first hash of a lease request: what a window needs may begin before ``have``, and a state at
+        ``have`` has the hash before it.
+        """
+        start = have if self.keeps_prefix else max(0, have - max(self._widest - 1, 1)) // self._all * self._all
         return start // self.unit
 
     def needed(self, number: int, have: int, boundary: int) -> range:

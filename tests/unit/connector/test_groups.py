@@ -143,3 +143,6 @@ def test_hashes_begin_where_a_window_may_and_at_a_block_of_each_group():
     assert PLAN.hashes_from(0) == 0
     assert PLAN.hashes_from(128) == 64 // 32
     assert PLAN.hashes_from(192) == 128 // 32
+    states = GroupPlan(STATES, 32, 32)
+    assert states.hashes_from(128) == 64 // 32, "the hash of the state at 128"
+    assert states.hashes_from(160) == 128 // 32

@@ -11,7 +11,7 @@ from shared.contracts.ids import LegId
 from shared.contracts.kv_exchange import LegOrder
 from tests.unit.connector.kv_groups import LAYOUTS
 from tests.unit.connector.test_recomputes_beside_ready import SHARE, FixedShare
-from tests.unit.connector.two_engines import Pair, answer_of, whole_block
+from tests.unit.connector.two_engines import Pair, Three, answer_of, whole_block
 
 SEVERAL = [name for name in LAYOUTS if name != "full"]
 ANSWER = 6
@@ -145,6 +145,40 @@ def test_a_holder_that_ends_during_a_read_costs_a_second_read_or_the_prompt_and_
     assert pair.d.answer("r")[: 150 + ANSWER] == answer_of(prompt, ANSWER)
     for engine in (pair.p, pair.d):
         assert engine.pool.get_num_free_blocks() == engine.free_at_first
+
+
+@pytest.mark.parametrize("others", ["a second source", "none"])
+@pytest.mark.parametrize("layout", SEVERAL)
+def test_what_a_holder_that_dies_has_not_sent_comes_from_a_second_source_or_is_computed(folder, layout, others):
+    """It dies while what the boundary needs besides full attention is read."""
+    with closing(Three(folder, LAYOUTS[layout], depth=2)) as three:
+        prompt = prompt_of(150)
+        for engine in (three.p, three.q):
+            engine.order(f"at-{engine.name}", prompt, 1, LegOrder())
+        three.run()
+        broken = []
+
+        def fails(read) -> bool:
+            """Reads from ``p``, whose engine ends meanwhile, and from ``q`` if nobody else shall be left."""
+            is_last = read.group not in three.d.plan.full
+            if not is_last or (read.peer[0] == three.q.name and others != "none"):
+                return False
+            broken.append(read.peer[0])
+            return True
+
+        three.fails = fails
+        three.d.order("r", prompt, ANSWER, three.by_hash())
+        three.run(until=lambda: bool(broken))
+        three.die(three.p)
+        three.run()
+
+        assert three.d.answer("r")[: 150 + ANSWER] == answer_of(prompt, ANSWER)
+        boundary = three.d.plan.last_boundary(150)
+        computed = sum(step.get("r", 0) for step in three.d.steps)
+        assert {read.peer[0] for read in three.d.reads} == {three.p.name, three.q.name}
+        assert (computed <= 150 - boundary + ANSWER) == (others != "none")
+        for engine in (three.d, three.q):
+            assert engine.pool.get_num_free_blocks() == engine.free_at_first
 
 
 @pytest.mark.parametrize("layout", SEVERAL)
