@@ -69,7 +69,7 @@ PURE_PARTS = {
     "services.worker.lifecycle.self_test": (
         "Attempt as_text check_report compare next_partner outcome_of partners pause_s prompt_tokens worst"
     ),
-    "services.worker.kv_events": "EventTranslation HeldBlocks",
+    "services.worker.kv_events": "EventTranslation HeldBlocks blocks_of_windows narrow_windows",
 }
 """By module: its pure classes and functions. What they use of their module, and import, is pure, too."""
 IMPORTS_ALLOWED = {

@@ -53,8 +53,8 @@ class KvTier(StrEnum):
 MEMORIES = (KvTier.DEVICE, KvTier.HOST, KvTier.DISK)
 """The tiers that hold blocks of full attention."""
 NARROW_MARK: Final = 0x9E3779B97F4A7C15
-"""Of a model whose windows have several widths, the tier BOUNDARY has the blocks that the widest hold, and those that
-all others hold under their hash XOR this.
+"""If a model's windows have several widths, the tier BOUNDARY has the blocks that the widest hold, and those that all
+others hold under their hash XOR this.
 """
 TIER_ROTATION_BITS = 21
 """Rotation between the tiers' hashes in a digest, so that a block that moves to another tier changes the digest."""
