@@ -98,6 +98,15 @@ class GroupPlan:
             return range(max(0, boundary - group.window + 1) // size, end)
         return range(max(0, end - 1), end)
 
+    def sizes(self, block_bytes: Sequence[int]) -> tuple[int, int]:
+        """Bytes of full attention for each token, and those of the other groups at a boundary behind the widest window
+        at which a block of each group ends. ``block_bytes``: of a block of each group.
+        """
+        others = [number for number in range(len(self.groups)) if number not in self.full]
+        far = (self._widest // self._all + 1) * self._all
+        token = sum(block_bytes[number] // self.groups[number].block_size for number in self.full)
+        return token, sum(block_bytes[number] * len(self.needed(number, 0, far)) for number in others)
+
     def name_of(self, hashes: Sequence[bytes], number: int, index: int, boundary: int) -> bytes:
         """Hash of a group's block, of which only what precedes the boundary counts."""
         end = min((index + 1) * self.groups[number].block_size, boundary)

@@ -219,6 +219,10 @@ class WorkerRecord(Message, frozen=True, kw_only=True):
     """Addresses other than loopback on which it and its engine accept connections, at most ``ADDRESSES_MAX``; None: not
     known.
     """
+    kv_token_bytes: int = 0
+    """Bytes of full attention that it reads for each token whose KV comes from another worker."""
+    kv_boundary_bytes: int = 0
+    """Bytes of windows and states that it reads besides, however many tokens come. Both are 0: not known."""
 
     @property
     def model(self) -> str:

@@ -7,7 +7,7 @@ from typing import Final
 from shared.contracts.workers import ADAPTERS_MAX, WITHOUT_ENGINE, HashScheme, WorkerRecord
 
 COUNT_MAX: Final = 1 << 40
-"""Greatest number of tokens, blocks or requests in a record."""
+"""Greatest number of tokens, blocks, requests or bytes in a record."""
 BLOCK_TOKENS_MAX: Final = 1 << 20
 ITEMS_MAX: Final = 256
 """Most names, paths or speeds in a record."""
@@ -24,6 +24,8 @@ def record_fault(record: WorkerRecord) -> str:
         "epoch": record.epoch,
         "max_model_len": record.max_model_len,
         "kv_tokens": record.kv_tokens,
+        "kv_token_bytes": record.kv_token_bytes,
+        "kv_boundary_bytes": record.kv_boundary_bytes,
         "legs_max": record.legs_max,
         "adapters_at_once_max": record.adapters_at_once_max,
         "pid": record.pid,

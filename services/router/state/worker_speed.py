@@ -2,9 +2,35 @@
 
 from __future__ import annotations
 
+from typing import Final, NamedTuple
+
 import msgspec
 
+from shared.contracts.workers import WorkerRecord
 from shared.engine_speed.steps import DEFAULT_STEP_TIMES
+
+TOKEN_BYTES: Final = 131_072
+"""KV of a token, where a worker does not say: that of an 8-billion-parameter model."""
+
+
+class KvSizes(NamedTuple):
+    """What a worker reads of another one's KV, in bytes."""
+
+    token: int
+    boundary: int
+    """Windows and states, however many tokens are read."""
+
+    def of(self, tokens: int) -> int:
+        """Size of a read of so many tokens."""
+        return self.boundary + self.token * tokens
+
+
+UNKNOWN_SIZES: Final = KvSizes(TOKEN_BYTES, 0)
+
+
+def sizes_of(record: WorkerRecord) -> KvSizes:
+    sizes = KvSizes(record.kv_token_bytes, record.kv_boundary_bytes)
+    return sizes if any(sizes) else UNKNOWN_SIZES
 
 
 class WorkerSpeed(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,7 +47,9 @@ class WorkerSpeed(msgspec.Struct, frozen=True, kw_only=True):
     decode_context_token_s: float = 0.0
     """Each token of context of these requests."""
     transfer_base_s: float = 0.005
-    """Seconds from the request for KV of another worker to its reply."""
+    """Seconds from the request for KV of another worker to its reply, and of reading what comes with any number of
+    tokens: windows and states.
+    """
     transfer_token_s: float = 5e-6
     """Reading one token's KV."""
     pairs_per_token: float = 0.0

@@ -13,12 +13,12 @@ from typing import Final
 import msgspec
 
 from services.router.state.cluster_view import ClusterView
-from services.router.state.worker_speed import WorkerSpeed
+from services.router.state.worker_speed import TOKEN_BYTES, UNKNOWN_SIZES, KvSizes, WorkerSpeed, sizes_of
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import LegReport
 from shared.contracts.kv_exchange import KvRead
 from shared.contracts.load import EngineSpeed, WorkerLoad
-from shared.contracts.workers import WorkerRecord
+from shared.contracts.workers import KV_SPEED_MAX, WorkerRecord
 from shared.engine_speed.learner import filled_in, is_valid, settled_only
 from shared.engine_speed.steps import DEFAULT_STEP_TIMES, StepTimeModel
 from shared.engine_speed.unit_costs import SECONDS_MAX, SECONDS_MIN, Prior, UnitCosts
@@ -26,9 +26,8 @@ from shared.engine_speed.unit_costs import SECONDS_MAX, SECONDS_MIN, Prior, Unit
 FINGERPRINTS_MAX: Final = 256
 """Fingerprints remembered; beyond that, those without a worker are forgotten."""
 DEFAULT_SPEED: Final = WorkerSpeed()
-TRANSFER_PRIOR: Final = Prior(
-    [DEFAULT_SPEED.transfer_base_s, DEFAULT_SPEED.transfer_token_s], [0, 0], together=3.0, apart=1.0
-)
+TRANSFER_BYTE_S: Final = DEFAULT_SPEED.transfer_token_s / TOKEN_BYTES
+"""Seconds for a byte that is read, until one has been measured."""
 ALIKE_TOGETHER: Final = 0.25
 ALIKE_APART: Final = 0.02
 """Variances between workers of one fingerprint: one may well be half again as fast as another."""
@@ -76,10 +75,30 @@ class RunningMedian:
         self.seconds = seconds
 
 
+def transfer_prior(byte_s: float) -> Prior:
+    """Seconds until a request for KV is answered, and for each byte that is read."""
+    return Prior([DEFAULT_SPEED.transfer_base_s, byte_s], [0, 0], together=3.0, apart=1.0)
+
+
+TRANSFER_PRIOR: Final = transfer_prior(TRANSFER_BYTE_S)
+
+
 class SpeedOf:
     """The speed of one life of a worker, or what its ``peers`` share: all workers of a fingerprint."""
 
-    __slots__ = ("_basis", "_estimate", "_peers", "_published", "_reads", "_transfers", "_transit", "engine")
+    __slots__ = (
+        "_basis",
+        "_byte_s",
+        "_estimate",
+        "_peers",
+        "_prior",
+        "_published",
+        "_reads",
+        "_sizes",
+        "_transfers",
+        "_transit",
+        "engine",
+    )
 
     def __init__(self, peers: SpeedOf | None = None) -> None:
         self.engine: EngineSpeed | None = None
@@ -89,11 +108,23 @@ class SpeedOf:
         """Speed that was published, with what is forgotten: it is no news when it comes again."""
         self._peers = peers
         self._reads = 0
+        self._sizes = UNKNOWN_SIZES
+        self._byte_s = TRANSFER_BYTE_S
+        self._prior = TRANSFER_PRIOR
         self._transfers = UnitCosts(TRANSFER_PRIOR)
         self._basis: Basis | None = None
         self._estimate = DEFAULT_SPEED
         """The best estimate, made from ``_basis``."""
         self._transit: RunningMedian = RunningMedian(peers._transit.seconds if peers else DEFAULT_SPEED.transit_s)
+
+    def describe(self, sizes: KvSizes, byte_s: float) -> None:
+        """What the worker reads of others, and how long a byte took in its self-tests."""
+        if sizes != self._sizes:
+            self._sizes, self._basis = sizes, None
+        if byte_s != self._byte_s:
+            self._byte_s, self._prior = byte_s, transfer_prior(byte_s)
+            if not self._transfers.samples:
+                self._transfers = UnitCosts(self._prior)
 
     def published(self, engine: EngineSpeed) -> bool:
         """The worker has reported its engine's speed; returns whether it is news."""
@@ -106,18 +137,21 @@ class SpeedOf:
 
     def transfer_took(self, tokens: int, seconds: float, *, requested: bool = True) -> bool:
         """KV came from another worker; ``requested``: includes the lease request. False if not learned from."""
+        return self._read_took(float(self._sizes.of(tokens)) if tokens > 0 else 0.0, seconds, float(requested))
+
+    def _read_took(self, size: float, seconds: float, requests: float) -> bool:
         self._reads += 1
         own, peers = self._transfers, self._peers
         is_young = own.settled < SETTLED_READS
         # One of several, not their sum: one outlier would spoil the sum.
-        if tokens <= 0 or (not is_young and self._reads % LATER_READS):
+        if size <= 0.0 or (not is_young and self._reads % LATER_READS):
             return False
         if peers is not None:
             if not own.samples and peers._transfers.samples:
                 self._transfers = own = peers._transfers.like(ALIKE_TOGETHER, ALIKE_APART)
             if is_young or own.samples % PEERS_SHARE == 0:
-                peers.transfer_took(tokens, seconds, requested=requested)
-        return own.learn([float(requested), tokens], seconds)
+                peers._read_took(size, seconds, requests)
+        return own.learn([requests, size], seconds)
 
     def transit_took(self, seconds: float) -> None:
         """A leg's first token took so much longer to the router than the engine had for it."""
@@ -131,7 +165,7 @@ class SpeedOf:
             return
         self._transit.forget(self._peers.transit_s)
         if self._transfers.samples < SETTLED_READS:
-            self._transfers = UnitCosts(TRANSFER_PRIOR)
+            self._transfers = UnitCosts(self._prior)
         if self.engine is not None:
             self.engine = settled_only(self.engine)
 
@@ -143,21 +177,22 @@ class SpeedOf:
     def now(self) -> WorkerSpeed:
         """The best estimate. Its transit is that of the time when anything else changed last."""
         peers = self._peers
-        transfers = self._transfers if self._transfers.samples or peers is None else peers._transfers
+        is_own = self._transfers.samples or peers is None or not peers._transfers.samples
+        transfers = self._transfers if is_own or peers is None else peers._transfers
         basis = (self.engine, peers.engine if peers is not None else None, transfers, transfers.samples)
         if basis != self._basis:
             self._basis = basis
-            self._estimate = _estimate(filled_in(*basis[:2]), transfers, self.transit_s)
+            self._estimate = _estimate(filled_in(*basis[:2]), transfers, self._sizes, self.transit_s)
         return self._estimate
 
 
-def _estimate(engine: EngineSpeed | None, transfers: UnitCosts, transit_s: float) -> WorkerSpeed:
+def _estimate(engine: EngineSpeed | None, transfers: UnitCosts, sizes: KvSizes, transit_s: float) -> WorkerSpeed:
     times = StepTimeModel.of(engine) if engine is not None else DEFAULT_STEP_TIMES
-    base_s, token_s = transfers.values()
+    base_s, byte_s = transfers.values()
     return WorkerSpeed(
         **times._asdict(),
-        transfer_base_s=base_s,
-        transfer_token_s=token_s,
+        transfer_base_s=base_s + byte_s * sizes.boundary,
+        transfer_token_s=byte_s * sizes.token,
         pairs_per_token=engine.pairs_per_token if engine is not None else 0.0,
         transit_s=transit_s,
     )
@@ -200,6 +235,7 @@ class WorkerSpeeds:
                 self._peers[fingerprint] = SpeedOf()
             life = Life(record.epoch, fingerprint, SpeedOf(self._peers[fingerprint]))
             self._workers[record.worker_id] = life
+        life.speed.describe(sizes_of(record), _tested_byte_s(record))
         life.written = None
         self._write(record.worker_id, life)
 
@@ -269,6 +305,12 @@ class WorkerSpeeds:
         if len(self._peers) >= FINGERPRINTS_MAX:
             alive = {life.fingerprint for life in self._workers.values()}
             self._peers = {key: speed for key, speed in self._peers.items() if key in alive}
+
+
+def _tested_byte_s(record: WorkerRecord) -> float:
+    """What a byte took in the worker's self-tests, in the middle of its sources."""
+    speeds = sorted([float(one.bytes_per_s) for one in record.kv_reads if 0 < one.bytes_per_s <= KV_SPEED_MAX])
+    return 1.0 / speeds[len(speeds) // 2] if speeds else TRANSFER_BYTE_S
 
 
 def _learn_read(speed: SpeedOf, read: KvRead) -> None:

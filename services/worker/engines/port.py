@@ -222,6 +222,10 @@ class EngineFacts:
     """Paths of ``engine_paths.SERVED`` that the engine's server has; empty: unknown."""
     note: str = ""
     """Remark for operators."""
+    kv_token_bytes: int = 0
+    """See ``WorkerRecord.kv_token_bytes``."""
+    kv_boundary_bytes: int = 0
+    """See ``WorkerRecord.kv_boundary_bytes``."""
 
 
 class EngineLoad(msgspec.Struct, kw_only=True):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from hashlib import sha256
+from math import lcm
+from operator import mul
 
 import pytest
 from hypothesis import given, settings
@@ -67,6 +69,35 @@ def test_a_prompt_whose_needed_blocks_are_cached_is_a_hit_at_the_boundary_and_wi
     _blocks, hit, _uncached = manager.coordinator.find_longest_cache_hit(hashes, boundary)
 
     assert (hit == boundary) == (left_out is None), (hit, left_out)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@given(data=st.data())
+@settings(max_examples=examples(40))
+def test_the_sizes_predict_the_bytes_that_are_read(name, data):
+    """Exactly where a block of each group ends behind the widest window; elsewhere at most one block of each more, and
+    never less than what is read of a shorter prefix.
+    """
+    layout = LAYOUTS[name]
+    plan = plan_of(cache_config_of(layout, 9))
+    have, boundary = positions(plan, layout, data, before=10 * TOKENS_MAX)
+    block_bytes = [
+        data.draw(st.integers(0, 1000)) * group.block_size if number in plan.full else data.draw(st.integers(0, 10**6))
+        for number, group in enumerate(plan.groups)
+    ]
+    token, others = plan.sizes(block_bytes)
+
+    needed = [len(plan.needed(number, have, boundary)) for number in range(len(plan.groups))]
+    read = sum(map(mul, needed, block_bytes))
+    predicted = token * (boundary - have) + others
+
+    widest = max(group.window for group in plan.groups)
+    if boundary > widest and boundary % lcm(*(group.block_size for group in plan.groups)) == 0:
+        assert predicted == read
+    elif boundary > widest:
+        assert abs(predicted - read) <= sum(block_bytes)
+    else:
+        assert predicted + sum(block_bytes) >= read
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

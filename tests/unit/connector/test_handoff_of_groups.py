@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from services.router.state.worker_speed import KvSizes
 from shared.contracts.ids import LegId
 from shared.contracts.kv_exchange import LegOrder
 from tests.unit.connector.kv_groups import LAYOUTS
@@ -95,6 +96,26 @@ def blocks_of(pair: Pair, have: int, boundary: int) -> int:
     """Blocks of all groups that a boundary needs."""
     plan = pair.d.plan
     return sum(len(plan.needed(number, have, boundary)) for number in range(len(plan.groups)))
+
+
+@pytest.mark.parametrize("followed", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_router_predicts_the_bytes_of_a_handoff(pair, layout, followed):
+    """130 tokens: their last boundary is 128, where a block of each group ends."""
+    pair = pair(layout)
+    prompt = prompt_of(130)
+    if followed:
+        hand_over(pair, prompt)
+        pair.run()
+    else:
+        prefill(pair, prompt)
+        run_one(pair, prompt, "r", pair.by_hash())
+    plan = pair.d.plan
+    block_bytes = [(3 + number) * group.block_size for number, group in enumerate(plan.groups)]
+
+    read = sum(len(read.local_blocks) * block_bytes[read.group] for read in pair.d.reads)
+
+    assert read == KvSizes(*plan.sizes(block_bytes)).of(plan.last_boundary(130))
 
 
 @pytest.mark.parametrize("own", [0, 100], ids=["", "and its answer"])

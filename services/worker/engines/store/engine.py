@@ -301,6 +301,8 @@ def facts_of(options: StoreOptions, blocks: int, note: str) -> EngineFacts:
         legs_max=0,
         step_tokens_max=record.step_tokens_max,
         note=note,
+        kv_token_bytes=record.kv_token_bytes,
+        kv_boundary_bytes=record.kv_boundary_bytes,
     )
 
 

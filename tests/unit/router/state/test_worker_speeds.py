@@ -12,12 +12,13 @@ from prometheus_client import generate_latest
 
 from services.router.state import fleet_table as t
 from services.router.state.cluster_view import ClusterView
-from services.router.state.worker_speed import WorkerSpeed
+from services.router.state.worker_speed import TOKEN_BYTES, WorkerSpeed
 from services.router.state.worker_speeds import UNUSED_SWEEPS_MAX, RunningMedian, SpeedOf, WorkerSpeeds
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import LegReport
 from shared.contracts.kv_exchange import KvExchangeState, KvRead, KvTransferReport
 from shared.contracts.load import EngineSpeed
+from shared.contracts.workers import KvMemory, KvReadSpeed
 from shared.engine_speed.steps import DEFAULT_STEP_TIMES, StepTimeModel
 from tests.support.fleet_builders import load, record
 from tests.support.system import Metrics
@@ -45,9 +46,11 @@ class Fleet:
         for worker_id in worker_ids:
             self.join(worker_id)
 
-    def join(self, worker_id: str, **facts) -> None:
-        self.cluster.record(record(worker_id, **facts), 0.0)
-        self.speeds.joined(record(worker_id, **facts))
+    def join(self, worker_id: str, *, said: dict | None = None, **facts) -> None:
+        """``said``: further fields of the record."""
+        made = msgspec.structs.replace(record(worker_id, **facts), **said or {})
+        self.cluster.record(made, 0.0)
+        self.speeds.joined(made)
 
     def report(self, worker_id: str, **numbers) -> WorkerSpeed:
         self.speeds.load(load(worker_id, **numbers))
@@ -82,6 +85,47 @@ def test_default_speeds_hold_until_one_is_published():
     assert speed.prefill_token_s == pytest.approx(DEFAULT_STEP_TIMES.prefill_token_s)
     assert speed.transfer_token_s == pytest.approx(WorkerSpeed().transfer_token_s)
     assert speed.transit_s == WorkerSpeed().transit_s
+
+
+QWEN3_NEXT = {"kv_token_bytes": 24_576, "kv_boundary_bytes": 38_000_000}
+
+
+def test_before_a_read_its_time_follows_from_its_bytes_and_the_speed_of_self_tests():
+    speeds = [KvReadSpeed(source_id=W2, bytes_per_s=speed, memory=KvMemory.CPU) for speed in (0, 1, 10**9, 10**10)]
+    fleet = Fleet()
+    fleet.join("w1", said=QWEN3_NEXT | {"kv_reads": speeds})
+
+    speed, unread = fleet.of("w1"), WorkerSpeed()
+    assert speed.transfer_token_s == pytest.approx(24_576 / 1e9)
+    assert speed.transfer_base_s == pytest.approx(unread.transfer_base_s + 38_000_000 / 1e9)
+
+    fleet.join("w2", said=QWEN3_NEXT)
+    assert fleet.of("w2").transfer_base_s == pytest.approx(unread.transfer_base_s + 38_000_000 * 5e-6 / TOKEN_BYTES)
+
+
+def test_reads_of_some_lengths_tell_what_others_take_of_a_model_with_states():
+    """The state comes with each of them, also with those that followed a prefill, without the wait for a grant."""
+    fleet = Fleet()
+    fleet.join("w1", said=QWEN3_NEXT)
+    byte_s = 1e-9
+    for tokens in (100, 1000, 4000) * 20:
+        read_s = byte_s * (24_576 * tokens + 38_000_000)
+        fleet.leg(transfer_report(tokens=tokens, granted_at=5.0, read_s=read_s, ended_at=9.0, followed=True))
+        fleet.leg(transfer_report(tokens=tokens, requested_at=5.0, ended_at=5.02 + read_s))
+
+    speed = fleet.of("w1")
+    assert speed.transfer_token_s == pytest.approx(24_576 * byte_s, rel=0.1)
+    assert speed.transfer_base_s == pytest.approx(0.02 + 38_000_000 * byte_s, rel=0.1)
+
+
+def test_a_record_that_names_the_sizes_later_changes_the_estimate():
+    fleet = Fleet("w1")
+    fleet.leg(transfer_report(requested_at=5.0, granted_at=5.1, read_at=5.2, ended_at=5.5, read_s=0.3))
+    before = fleet.of("w1")
+    fleet.join("w1", said=QWEN3_NEXT)
+
+    assert fleet.of("w1").transfer_base_s > before.transfer_base_s
+    assert fleet.of("w1").transfer_token_s < before.transfer_token_s
 
 
 @pytest.mark.parametrize("wrong", [{"decode_step_s": float("nan")}, {"prefill_token_s": 0.0}, {"batch_spread": -1.0}])
