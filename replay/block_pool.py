@@ -1,7 +1,8 @@
 """The KV blocks of a simulated engine, by content instead of number; the rules of the worker's ``BlockCache``.
 
 Only full blocks have names, and each name belongs to one block. A free block keeps its name until it is reused:
-unnamed blocks first, then the least recently freed.
+unnamed blocks first, then the least recently freed. What a model's other groups keep at the end of a full block, a
+block for each group, comes and goes together: it has the complement of that block's name, which is negative.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from services.worker.engines.simulated.core.groups import OtherGroups
 from shared.contracts.kv_events import KvEventKind, KvTier
 
 
@@ -29,20 +31,29 @@ class Holding:
 
     named: list[int] = field(default_factory=list)
     nameless: int = 0
+    kept: list[int] = field(default_factory=list)
+    """What it holds of the other groups: complements of names."""
+    states: int = 0
+    """Blocks with the states that it goes on writing."""
 
     @property
     def blocks(self) -> int:
-        """All of them."""
+        """All blocks of full attention."""
         return len(self.named) + self.nameless
 
 
 class BlockPool:
     """All blocks of one engine."""
 
-    def __init__(self, blocks: int) -> None:
+    def __init__(self, blocks: int, others: OtherGroups | None = None) -> None:
+        """``others``: groups beside full attention."""
         self.blocks = blocks
         self.free_nameless = blocks
         self.free_named: OrderedDict[int, None] = OrderedDict()
+        self._others = others
+        self._kept_blocks = others.groups if others is not None else 1
+        self._free_kept = 0
+        """How many of ``free_named`` are of the other groups."""
         self.holders: dict[int, int] = {}
         """Reference count of each held named block."""
         self.changes: list[Change] = []
@@ -50,7 +61,7 @@ class BlockPool:
     @property
     def free(self) -> int:
         """Free blocks."""
-        return self.free_nameless + len(self.free_named)
+        return self.free_nameless + len(self.free_named) + (self._kept_blocks - 1) * self._free_kept
 
     def has(self, name: int) -> bool:
         """Whether this block is cached."""
@@ -64,9 +75,24 @@ class BlockPool:
                 return index
         return min(limit, len(chain))
 
+    def boundary(self, chain: Sequence[int], blocks: int) -> int:
+        """The largest number of these blocks, at most ``blocks``, after which all groups have what a prompt needs."""
+        others = self._others
+        if others is not None:
+            while blocks and not all(self.has(~chain[index]) for index in others.needed(blocks)):
+                blocks -= 1
+        return blocks
+
+    def kept_at(self, chain: Sequence[int], boundary: int) -> list[int]:
+        """What the other groups keep for a boundary after so many blocks."""
+        return [] if self._others is None else [~chain[index] for index in self._others.needed(boundary)]
+
     def free_after_holding(self, names: Iterable[int]) -> int:
         """Blocks available after holding ``names``."""
-        return self.free - sum(name in self.free_named for name in names)
+        return self.free - sum(self._size(name) for name in names if name in self.free_named)
+
+    def _size(self, name: int) -> int:
+        return 1 if name >= 0 else self._kept_blocks
 
     def hold(self, names: Iterable[int]) -> None:
         """Add a reference to each named block."""
@@ -75,18 +101,46 @@ class BlockPool:
             count = holders.get(name, 0)
             if not count:
                 del self.free_named[name]
+                self._free_kept -= name < 0
             holders[name] = count + 1
 
     def take(self, count: int) -> bool:
         """Take ``count`` blocks for new content; returns False and changes nothing when there are too few."""
         if count > self.free:
             return False
-        plain = min(count, self.free_nameless)
-        self.free_nameless -= plain
-        if plain < count:
-            evicted = [self.free_named.popitem(last=False)[0] for _ in range(count - plain)]
-            tell(self.changes, KvEventKind.REMOVED, evicted)
+        self.free_nameless -= count
+        while self.free_nameless < 0:
+            name = self.free_named.popitem(last=False)[0]
+            self.free_nameless += self._size(name)
+            if name < 0:
+                self._free_kept -= 1
+                tell(self.changes, KvEventKind.REMOVED, [~name], tier=KvTier.BOUNDARY)
+            else:
+                tell(self.changes, KvEventKind.REMOVED, [name])
         return True
+
+    def keep(self, holding: Holding, name: int) -> None:
+        """Hold what the other groups have at the end of the block of this name, while a prompt uses it: of a window the
+        last blocks; of a state a copy, which it does not. Nothing is kept if too few blocks are free.
+        """
+        others = self._others
+        assert others is not None
+        if self.has(~name):
+            self.hold([~name])
+        elif self.take(others.groups):
+            self.holders[~name] = 1
+            tell(self.changes, KvEventKind.STORED, [name], tier=KvTier.BOUNDARY)
+        else:
+            return
+        holding.kept.append(~name)
+        self.drop_kept(holding)
+
+    def drop_kept(self, holding: Holding) -> None:
+        """Release what a prompt does not use any more of the other groups."""
+        if self._others is not None:
+            unused = len(holding.kept) - (0 if self._others.interval else self._others.window_blocks)
+            self.unhold(holding.kept[: max(0, unused)])
+            del holding.kept[: max(0, unused)]
 
     def name(self, holding: Holding, name: int, parent: int | None) -> None:
         """Name a held block that is full. A second block of the same content stays unnamed."""
@@ -99,9 +153,10 @@ class BlockPool:
 
     def release(self, holding: Holding) -> None:
         """Release all blocks. The end of a prefix is evicted before its beginning."""
-        self.free_nameless += holding.nameless
+        self.free_nameless += holding.nameless + holding.states
+        self.unhold(holding.kept)
         self.unhold(holding.named)
-        holding.named, holding.nameless = [], 0
+        holding.named, holding.nameless, holding.kept, holding.states = [], 0, [], 0
 
     def unhold(self, names: Sequence[int]) -> None:
         """Drop a reference of each named block."""
@@ -110,6 +165,7 @@ class BlockPool:
             if holders[name] == 1:
                 del holders[name]
                 self.free_named[name] = None
+                self._free_kept += name < 0
             else:
                 holders[name] -= 1
 

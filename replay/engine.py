@@ -58,6 +58,8 @@ class Job:
     loaded_tokens: int = 0
     """Prompt tokens that host memory held when it was first scheduled."""
     received_tokens: int = 0
+    received_kept: int = 0
+    """Blocks of windows or states that came with these tokens."""
     received_s: float = 0.0
     """Seconds from the reservation of blocks to their arrival."""
     scheduled_at: float | None = None
@@ -242,14 +244,16 @@ class Engine:
 
     def __init__(self, profile: Profile, listener: Listener) -> None:
         self.profile = profile
-        self.pool = BlockPool(profile.kv_blocks)
+        self._others = others = profile.other_groups
+        self.pool = BlockPool(profile.kv_blocks, others)
+        self._states = others.states if others is not None else 0
         self.host = HostTier(profile.host_blocks, self.pool.changes) if profile.host_blocks else None
         self.waiting: deque[Job] = deque()
         self.receiving: set[Job] = set()
         """Jobs with blocks for the whole prompt; KV is being read into some of them."""
         self.received_jobs: deque[Job] = deque()
         self.running: dict[Job, None] = {}
-        """Running jobs in order of admission. All but possibly the last one decode."""
+        """Running jobs in order of admission. Those that do not decode are computing their prompts."""
         self.decoders = Decoders(profile)
         self.waiting_tokens = 0
         """Prompt tokens accepted and not yet computed."""
@@ -282,7 +286,7 @@ class Engine:
             job.received_tokens = max(0, tokens - job.computed - job.loaded_tokens)
             job.received_s = now - (job.scheduled_at or now) if job.received_tokens else 0.0
         self._set_computed(job, max(job.computed, tokens))
-        self._name_full(job, job.computed)
+        self._name_full(job, job.computed, arrived=True)
         self.received_jobs.append(job)
         self.poke(now)
 
@@ -300,9 +304,9 @@ class Engine:
         self._begin(now)
 
     def local_depth(self, job: Job) -> int:
-        """Blocks of the job's prompt, from its start, that are in the cache or behind that in host memory."""
+        """Blocks of the job's prompt, from its start, that are of use in the cache, or behind that in host memory."""
         limit = job.cacheable(self.profile.block_tokens)
-        depth = self.pool.depth(job.chain, limit)
+        depth = self.pool.boundary(job.chain, self.pool.depth(job.chain, limit))
         return depth if self.host is None else self.host.depth(job.chain, depth, limit)
 
     def tokens_of(self, job: Job) -> int:
@@ -315,8 +319,12 @@ class Engine:
         decoders.stepped(step.count)
         chunks, step.chunks = step.chunks, []
         step.ends_at = math.inf
-        for job, _count in chunks:
-            self._name_full(job, job.computed)
+        if self._others is None:
+            for job, _count in chunks:
+                self._name_full(job, job.computed)
+        else:  # What is kept takes blocks, before any job that has ended releases its own.
+            for job in self.running:
+                self._name_full(job, self.tokens_of(job) - 1 if job.since_step >= 0 else job.computed)
         over = decoders.finished()
         for job in over:
             self._finish(job, now)
@@ -378,16 +386,36 @@ class Engine:
             else:
                 job.holding.nameless += 1
         budget -= len(self.decoders)
-        last = next(reversed(self.running), None)
-        if last is not None and last.since_step < 0 and budget > 0:
-            count = min(last.tokens - last.computed, budget)
-            if self._extend(last, last.computed + count):
-                self._set_computed(last, last.computed + count)
-                chunks.append((last, count))
-            else:
+        for job in self._prompts():
+            if budget <= 0 or job not in self.running:
+                continue
+            count = self._next_tokens(job, budget)
+            while not self._extend(job, job.computed + count):
                 preempted = True
-                self._preempt_youngest()
+                if self._preempt_youngest() is job:
+                    break
+            else:
+                self._set_computed(job, job.computed + count)
+                chunks.append((job, count))
+                budget -= count
         return preempted
+
+    def _prompts(self) -> list[Job]:
+        """Running jobs that compute their prompts, in order of admission: the last one and, where steps end at
+        boundaries, perhaps some before.
+        """
+        found: list[Job] = []
+        wanted = len(self.running) - len(self.decoders)
+        for job in reversed(self.running):
+            if len(found) == wanted:
+                break
+            if job.since_step < 0:
+                found.append(job)
+        return found[::-1]
+
+    def _next_tokens(self, job: Job, budget: int) -> int:
+        count = min(job.tokens - job.computed, budget)
+        return count if self._others is None else self._others.step_tokens(count, job.computed, job.prompt_tokens)
 
     def _preempt_youngest(self) -> Job:
         victim = next(reversed(self.running))
@@ -435,7 +463,7 @@ class Engine:
         self._listener.receives(self, job, now)
 
     def _run(self, job: Job, chunks: list[tuple[Job, int]], budget: int, now: float) -> int:
-        count = min(job.tokens - job.computed, budget)
+        count = self._next_tokens(job, budget)
         if not self._extend(job, job.computed + count):
             raise AssertionError("a job was admitted without free blocks for its tokens")
         self._schedule(job, now)
@@ -462,32 +490,56 @@ class Engine:
         while depth == len(names) >= len(job.chain) and len(names) < limit and pool.has(job.name_of(depth)):
             names.append(job.name_of(depth))  # Its own block from before a preemption.
             depth += 1
-        if -(-job.tokens // size) - depth > pool.free_after_holding(names):
+        depth, kept, more = self._usable(job, names)
+        del names[depth:]
+        if -(-job.tokens // size) - depth + self._states + more > pool.free_after_holding([*names, *kept]):
             return False
         pool.hold(names)
-        job.holding.named = names
+        pool.hold(kept)
+        job.holding.named, job.holding.kept = names, kept
+        pool.drop_kept(job.holding)
         job.filled = depth
         self._set_computed(job, depth * size)
         return True
 
+    def _usable(self, job: Job, names: list[int]) -> tuple[int, list[int], int]:
+        """After how many of these blocks the job continues, what the other groups keep there, and how many blocks they
+        need for what is fetched. Full attention beyond the last boundary counts if a fetch brings what the others lack,
+        up to less than the end of the fetch.
+        """
+        boundary, pool = self.pool.boundary(names, len(names)), self.pool
+        goal = (job.granted or 0) if job.fetches else 0
+        if self._others is None or goal <= boundary * self._block_tokens:
+            return boundary, pool.kept_at(names, boundary), 0
+        here = max(boundary, min(len(names), (goal - 1) // self._block_tokens))
+        return here, [], self._others.blocks_at(goal // self._block_tokens)
+
     def _extend(self, job: Job, tokens: int) -> bool:
-        missing = -(-tokens // self.profile.block_tokens) - job.holding.blocks
-        if missing > 0:
-            if not self.pool.take(missing):
+        holding = job.holding
+        missing = max(0, -(-tokens // self.profile.block_tokens) - holding.blocks)
+        states = self._states - holding.states
+        if missing + states:
+            if not self.pool.take(missing + states):
                 return False
-            job.holding.nameless += missing
+            holding.nameless += missing
+            holding.states += states
         return True
 
-    def _name_full(self, job: Job, computed: int) -> None:
+    def _name_full(self, job: Job, computed: int, *, arrived: bool = False) -> None:
+        """``arrived``: from another worker, with what the other groups need where these tokens end."""
         full = computed // self._block_tokens
         if full <= job.filled:
             return
-        parent = job.name_of(job.filled - 1) if job.filled else None
+        parent, others = job.name_of(job.filled - 1) if job.filled else None, self._others
         for index in range(job.filled, full):
             name = job.name_of(index)
             self.pool.name(job.holding, name, parent)
             if self.host is not None:
                 self.host.store(name, parent)
+            if others is not None and (
+                index in others.needed(full) if arrived else others.keeps(index + 1, computed, job.prompt_tokens)
+            ):
+                self.pool.keep(job.holding, name)
             parent = name
         job.filled = full
 

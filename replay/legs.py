@@ -145,12 +145,16 @@ class Exchange:
     def _follow(self, leg: Leg, prefill: Leg, computed: int, now: float) -> None:
         assert leg.job.granted is not None
         whole = prefill.job.first_token_at is not None
-        tokens = leg.job.granted if whole else min(computed, leg.job.granted)
+        # Windows and states come when the prompt is computed, and with them the end.
+        end = leg.job.granted - (leg.worker.engine.profile.other_groups is not None)
+        tokens = leg.job.granted if whole else min(computed, end)
         if tokens > leg.booked_tokens or whole:
             self._book(leg, tokens, now)
 
     def _granted(self, now: float, leg: Leg) -> None:
-        """Grant the blocks that each source holds, as far as they extend the chain without a gap."""
+        """Grant the blocks that each source holds, as far as they extend the chain without a gap. Of a model with other
+        groups the first source that has a later boundary grants all.
+        """
         job, engine = leg.job, leg.worker.engine
         size = engine.profile.block_tokens
         limit = job.cacheable(size)
@@ -159,23 +163,38 @@ class Exchange:
             holder = self._workers.get(source.worker_id)
             if holder is None:
                 continue
-            has = holder.engine.pool.depth(job.chain, min(limit, source.end or limit))
+            pool = holder.engine.pool
+            has = pool.boundary(job.chain, pool.depth(job.chain, min(limit, source.end or limit)))
             if has > depth:
-                self._pin(leg, holder, list(job.chain[depth:has]))
+                self._pin(leg, holder, [*pool.kept_at(job.chain, has), *job.chain[depth:has]])
                 depth = has
+                if engine.profile.other_groups is not None:
+                    break
         job.granted = depth * size
         leg.worker.changes(now)
         engine.poke(now)
         self._woken(leg.worker)
 
     def _book(self, leg: Leg, tokens: int, now: float) -> None:
+        last = max(leg.job.granted or 0, leg.job.computed)
+        kept = self._kept(leg, last) if tokens >= last else 0
         if tokens > leg.booked_tokens or not leg.loaded_at:
-            arrives_at = max(leg.loaded_at, leg.worker.book(max(0, tokens - leg.booked_tokens), now))
+            arrives_at = max(leg.loaded_at, leg.worker.book(max(0, tokens - leg.booked_tokens), kept, now))
         else:
             arrives_at = max(now, leg.loaded_at)
         leg.booked_tokens = max(leg.booked_tokens, tokens)
-        if leg.booked_tokens == max(leg.job.granted or 0, leg.job.computed):
+        if leg.booked_tokens == last:
             self._at(arrives_at, self._arrived, leg)
+
+    def _kept(self, leg: Leg, tokens: int) -> int:
+        """Blocks of windows or states that come where a read ends."""
+        others = leg.worker.engine.profile.other_groups
+        if others is None:
+            return 0
+        kept = others.blocks_at(-(-tokens // leg.worker.engine.profile.block_tokens))
+        if not leg.job.preemptions:
+            leg.job.received_kept = kept
+        return kept
 
     def _arrived(self, now: float, leg: Leg) -> None:
         if leg.job not in leg.worker.engine.receiving:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from replay.traces import BLOCK_TOKENS
+from services.worker.engines.simulated.core.groups import Kind, OtherGroups, other_groups
 from services.worker.engines.simulated.core.settings import PROFILES as SIMULATED
 from services.worker.engines.simulated.core.settings import StepTiming
 from shared.contracts.load import StepTotals
@@ -26,6 +27,9 @@ class Profile(StepTiming):
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 256
     kv_bytes_per_token: int = 131_072
+    """Bytes of full attention. A block of a window or with a state is as large as one of full attention, as in vLLM."""
+    groups: Kind = "full"
+    """See ``SimulatedProfile.groups``."""
     host_blocks: int = 0
     """Blocks that host memory keeps beside the KV cache; 0: none."""
     host_bytes_per_s: float = 50e9
@@ -38,6 +42,21 @@ class Profile(StepTiming):
     """Tokens of a handed-over prompt that the decode worker computes. A real tail is shorter than a block of 16; the
     blocks of the trace have 512 tokens.
     """
+
+    def __post_init__(self) -> None:
+        if self.host_blocks and self.groups != "full":
+            raise ValueError("host memory keeps blocks of models with full attention alone")
+
+    @property
+    def other_groups(self) -> OtherGroups | None:
+        """None: the model has full attention alone."""
+        return other_groups(self.groups, self.block_tokens)
+
+    @property
+    def boundary_bytes(self) -> int:
+        """Bytes of windows or states that come with a prompt of any length."""
+        others = self.other_groups
+        return 0 if others is None else others.blocks_max * self.block_tokens * self.kv_bytes_per_token
 
     def prompt_s(self, tokens: int, cached: int) -> float:
         """Seconds to compute a prompt alone in an engine, in chunks, when ``cached`` of its tokens are cached."""
@@ -56,13 +75,13 @@ class Profile(StepTiming):
 
     def transfer_s(self, tokens: int) -> float:
         """Seconds to read the KV of ``tokens`` over an idle link."""
-        return self.transfer_base_s + self.occupies_s(tokens * self.kv_bytes_per_token)
+        return self.transfer_base_s + self.occupies_s(tokens * self.kv_bytes_per_token + self.boundary_bytes)
 
 
 def profile_like(name: str, kv_blocks: int) -> Profile:
     """An engine with the speeds of simulated engines of this name."""
     simulated = asdict(SIMULATED[name])
-    del simulated["transfer"], simulated["groups"]
+    del simulated["transfer"]
     return Profile(kv_blocks=kv_blocks, **simulated)
 
 

@@ -11,12 +11,13 @@ import msgspec
 
 from replay.engine import Engine, Job, Listener
 from replay.profile import Profile
+from services.worker.engines.simulated.core.groups import hash_scheme
 from services.worker.engines.simulated.core.settings import TransferLink
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_events import KvEvent, KvEventBatch, pack_hashes
 from shared.contracts.load import LOAD_HZ_MAX, LoadReport
 from shared.contracts.message import WIRE_VERSION
-from shared.contracts.workers import Fingerprint, HashScheme, Role, WorkerPhase, WorkerRecord
+from shared.contracts.workers import Fingerprint, Role, WorkerPhase, WorkerRecord
 from shared.engine_speed.learner import SAMPLE_S_MIN, SpeedLearner
 
 MODEL = "replayed"
@@ -87,9 +88,15 @@ class SimWorker:
         """Count a computed prompt."""
         self._totals.add(job)
 
-    def book(self, tokens: int, now: float) -> float:
-        """Queue the KV of ``tokens`` on the link; returns when it has arrived."""
-        return self.link.book(tokens * self.engine.profile.kv_bytes_per_token, now)[1]
+    def book(self, tokens: int, kept: int, now: float) -> float:
+        """Queue the KV of ``tokens``, and ``kept`` blocks of windows or states, on the link; returns when it has
+        arrived.
+        """
+        return self.link.book(self._bytes(tokens, kept), now)[1]
+
+    def _bytes(self, tokens: int, kept: int) -> int:
+        profile = self.engine.profile
+        return (tokens + kept * profile.block_tokens) * profile.kv_bytes_per_token
 
     def load(self, tokens: int, now: float) -> float:
         """Queue the KV of ``tokens`` to be loaded from host memory; returns when it has arrived."""
@@ -124,7 +131,7 @@ class SimWorker:
             computed_tokens_total=totals.prompt - totals.cached - totals.received,
             cached_tokens_total=totals.cached,
             received_tokens_total=totals.received,
-            received_bytes_total=totals.received * engine.profile.kv_bytes_per_token,
+            received_bytes_total=self._bytes(totals.received, totals.received_kept),
             received_seconds_total=totals.received_s,
             prefill_tokens_per_s=speeds.prompts.prefill_tokens_per_s,
             decode_s_per_token=speeds.decode_s_per_token,
@@ -142,6 +149,8 @@ class Totals:
         self.prompt = 0
         self.cached = 0
         self.received = 0
+        self.received_kept = 0
+        """Blocks of windows or states."""
         self.received_s = 0.0
 
     def add(self, job: Job) -> None:
@@ -149,6 +158,7 @@ class Totals:
         self.prompt += job.prompt_tokens
         self.cached += job.cached_tokens + job.loaded_tokens
         self.received += job.received_tokens
+        self.received_kept += job.received_kept
         self.received_s += job.received_s
 
 
@@ -172,11 +182,13 @@ def record_of(number: int, role: Role, profile: Profile) -> WorkerRecord:
             connector="baton",
             engine_version="replay",
         ),
-        hashing=HashScheme(block_size=profile.block_tokens),
+        hashing=hash_scheme(profile.groups, profile.block_tokens),
         kv_tokens=profile.kv_blocks * profile.block_tokens,
         legs_max=LEGS_MAX,
         host="replay",
         pid=number,
         wire_version=WIRE_VERSION,
         step_tokens_max=profile.max_num_batched_tokens,
+        kv_token_bytes=profile.kv_bytes_per_token,
+        kv_boundary_bytes=profile.boundary_bytes,
     )

@@ -23,6 +23,7 @@ from replay.traces import Request, at_load
 from replay.world import World
 from services.router.admission.policy import AdmissionPolicy
 from services.router.placement.slo import Targets
+from services.worker.engines.simulated.core.settings import tokens_max
 from shared.contracts.workers import Role
 
 CHECKED_EVERY = 32
@@ -264,7 +265,8 @@ def alone_s(request: Request, cached: int, profile: Profile) -> tuple[float, flo
 
 def fits(request: Request, profile: Profile) -> bool:
     """Whether an engine has room for it."""
-    return request.input_tokens + request.output_tokens <= (profile.kv_blocks - 1) * profile.block_tokens
+    tokens = tokens_max(profile.groups, profile.kv_blocks - 1, profile.block_tokens)
+    return request.input_tokens + request.output_tokens <= tokens
 
 
 Done = Callable[[Trial], None]

@@ -13,10 +13,13 @@ from replay.engine import Engine, Job
 from replay.profile import PROFILES, Profile
 from services.worker.engines.simulated.core.batch import RequestParams
 from services.worker.engines.simulated.core.engine_core import EngineCore, ModelTokens
-from services.worker.engines.simulated.core.settings import SimulationSettings, StepTiming
+from services.worker.engines.simulated.core.settings import SimulationSettings, StepTiming, tokens_max
 from tests.support.examples import examples
 
 BLOCK = 4
+OTHERS = {"full": 0, "window": 40, "state": 6}
+"""Blocks that one sequence needs of the other groups."""
+NAME = (1 << 63) - 1
 VOCABULARY = ModelTokens(size=50_000, sayable=list(range(100, 200)))
 
 profiles = st.builds(
@@ -34,8 +37,9 @@ profiles = st.builds(
     step_model=st.sampled_from(["linear", "roofline", "table"]),
     speed=st.sampled_from([1.0, 0.6]),
     noise=st.sampled_from([0.0, 0.2]),
+    groups=st.sampled_from(["full", "full", "window", "state"]),
     noise_seed=st.just(crc32(SimulationSettings().worker_id.encode())),
-)
+).map(lambda profile: replace(profile, kv_blocks=profile.kv_blocks + OTHERS[profile.groups]))
 # Content, how much of it, how long the answer is, and the pause before it in milliseconds.
 arrivals = st.lists(
     st.tuples(st.integers(0, 2), st.integers(1, 40), st.integers(1, 20), st.floats(0.0, 60.0)), min_size=1, max_size=12
@@ -65,8 +69,9 @@ def run_core(profile, rows):
     core = EngineCore(
         SimulationSettings(
             block_size=BLOCK,
+            groups=profile.groups,
             kv_blocks=profile.kv_blocks,
-            max_model_len=profile.kv_blocks * BLOCK,
+            max_model_len=tokens_max(profile.groups, profile.kv_blocks, BLOCK),
             max_num_batched_tokens=profile.max_num_batched_tokens,
             max_num_seqs=profile.max_num_seqs,
             **{each.name: getattr(profile, each.name) for each in fields(StepTiming)},
@@ -104,7 +109,7 @@ def run_fast(profile, rows):
         while engine.wakes_at <= at_s:
             engine.wake(engine.wakes_at)
         full = [tuple(prompt[: BLOCK * (index + 1)]) for index in range(len(prompt) // BLOCK)]
-        jobs.append(Job(number, tuple(hash(block) for block in full), len(prompt), out))
+        jobs.append(Job(number, tuple(hash(block) & NAME for block in full), len(prompt), out))
         engine.add(jobs[-1], at_s)
         assert engine.pool.free >= 0
     while engine.wakes_at < math.inf:
@@ -124,7 +129,9 @@ def test_every_prompt_begins_and_ends_as_in_the_simulated_engine(profile, rows):
         assert len(times[number]) == job.output_tokens
         assert (job.cached_tokens, job.preemptions) == told[number]
     assert engine.pool.free == profile.kv_blocks == core.cache.free
-    assert len(engine.pool.free_named) == len(list(core.cache.hashes()))
+    names = sorted(engine.pool.free_named)
+    kept = [name for name in names if name < 0]
+    assert (len(names) - len(kept), len(kept)) == (core.cache.named, core.cache.boundaries)
     assert engine.waiting_tokens == 0
 
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from bench.policies.oracle import Oracle
 from bench.policies.systems import BASELINES
 from bench.policies.world import PolicyWorld
 from replay.legs import ReplayedRequest
+from replay.profile import Profile
 from replay.router import NETWORK_S
 from replay.split import Split
 from replay.traces import Request
 from services.router.admission.policy import AdmissionPolicy
 from services.router.placement.slo import Targets
 from services.router.state.prefix_index import IndexState
+from shared.contracts.workers import Role
 from tests.support.replay_worlds import PROFILE, conversations, with_baseline, world
 
 SPLITS = [Split(both=3), Split(prefill=2, decode=2), Split(both=1, prefill=1, decode=1)]
@@ -32,6 +36,18 @@ def made(name: str, split: Split) -> PolicyWorld:
     elif name != "baton":
         with_baseline(of, name)
     return of
+
+
+@pytest.mark.parametrize("groups", ["state", "window"])
+@pytest.mark.parametrize("split", SPLITS, ids=["both", "apart", "mixed"])
+def test_all_blocks_of_all_groups_come_back(split, groups):
+    of = world(split, with_groups(groups, 120))
+    for replayed in of.run(conversations(60)):
+        assert replayed.finished_at is not None
+    of._knowledge.catch_up(1e9)
+    for worker in of.workers.values():
+        pool = worker.engine.pool
+        assert (pool.free, pool.holders) == (pool.blocks, {})
 
 
 @pytest.mark.parametrize("split", SPLITS, ids=["both", "apart", "mixed"])
@@ -115,3 +131,65 @@ def test_requests_that_would_be_late_wait_and_are_rejected():
     assert 10 < len(refused) < 60
     # Six of them, of half a second each, before the engine is known to be as fast as that: nobody waits for thirty.
     assert all(replayed.ttft_s < 4.0 for replayed in outcomes if replayed.finished_at is not None)
+
+
+def with_groups(groups: str, kv_blocks: int = 400) -> Profile:
+    return replace(PROFILE, groups=groups, kv_blocks=kv_blocks)
+
+
+@pytest.mark.parametrize("kv_blocks", [400, 90], ids=["all kept", "evicted"])
+@pytest.mark.parametrize("groups", ["state", "window"])
+def test_cached_tokens_of_a_model_with_groups_are_predicted_exactly(groups, kv_blocks):
+    """One conversation goes on after another, so that nothing changes between a placement and its prompt."""
+    requests = conversations(80, per_s=0.1)
+    served = world(Split(both=1), with_groups(groups, kv_blocks)).run(requests)
+    plain = world(Split(both=1), with_groups("full", kv_blocks)).run(requests)
+
+    assert [one.cached_tokens for one in served] == [one.placement.cached_tokens for one in served]
+    assert sum(one.cached_tokens for one in served) > 0
+    if kv_blocks < 400 or groups == "state":
+        assert sum(one.cached_tokens for one in served) < sum(one.cached_tokens for one in plain)
+
+
+@pytest.mark.parametrize("groups", ["state", "window"])
+def test_a_prompt_continues_where_the_other_groups_have_what_it_needs(groups):
+    """The second prompt leaves the first one within it: a state is kept at its end only, a window at each block."""
+    blocks = tuple(range(8))
+    of = world(Split(both=1), with_groups(groups))
+    first, within, longer = of.run(
+        [
+            Request(0.0, blocks, 8 * 512 + 9, 3),
+            Request(9.0, (*blocks[:5], 100), 6 * 512 + 9, 3),
+            Request(18.0, (*blocks, 200), 9 * 512 + 9, 3),
+        ]
+    )
+
+    assert first.cached_tokens == 0
+    assert within.cached_tokens == (5 * 512 if groups == "window" else 0)
+    assert longer.cached_tokens == 8 * 512
+
+
+@pytest.mark.parametrize(("groups", "kept"), [("full", 0), ("state", 3), ("window", 5 * 8)])
+def test_a_handoff_reads_the_bytes_of_all_groups(groups, kept):
+    of = world(Split(prefill=1, decode=1), with_groups(groups))
+    (replayed,) = of.run([Request(0.0, tuple(range(12)), 6300, 3)])
+    (decode,) = (worker for worker in of.workers.values() if worker.record.role is Role.DECODE)
+
+    assert replayed.placement is not None
+    tokens = 6300 - PROFILE.tail_tokens
+    assert decode.load_now().received_bytes_total == (tokens + kept * 512) * PROFILE.kv_bytes_per_token
+    assert decode.record.kv_boundary_bytes == kept * 512 * PROFILE.kv_bytes_per_token
+
+
+def test_states_that_are_written_take_memory_from_requests_that_run():
+    """As many answers as the KV cache has room for: fewer where each writes states as well."""
+    requests = [Request(0.0, (), 400, 100) for _number in range(16)]
+    at_once = {}
+    for groups in ("full", "state"):
+        of = world(Split(both=1), with_groups(groups, 16))
+        outcomes = of.run(requests)
+        first = min(one.finished_at for one in outcomes)
+        at_once[groups] = sum(one.first_token_at < first for one in outcomes)
+
+    assert at_once["full"] == 16
+    assert at_once["state"] == 16 // 4

@@ -28,7 +28,7 @@ from connector.worker.transfer_thread import Copier, TransferThread
 from services.worker.engines.port import EngineDead
 from services.worker.engines.simulated.core.block_cache import CONTENT_BYTES
 from services.worker.engines.simulated.core.engine_core import EngineCore
-from services.worker.engines.simulated.core.groups import kv_groups
+from services.worker.engines.simulated.core.groups import group_plan
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import KvHandshake, KvLayer, KvPlane, KvRank
 from shared.sockets import family_of
@@ -237,7 +237,7 @@ def _register_blocks(core: EngineCore, agent: TransferAgent, fingerprint: str) -
     size = CONTENT_BYTES * settings.kv_blocks
     agent.register([Region(cache.address, size + PROBE_BYTES, "cpu", 0)])
     plane = KvPlane(offset=0, head_bytes=CONTENT_BYTES, heads=1, total=1)
-    groups = kv_groups(settings.other_groups, settings.block_size)
+    groups = group_plan(settings.groups, settings.block_size).groups
     layers = [
         KvLayer(name=f"layer.{group}", group=group, base=cache.address, block_stride=CONTENT_BYTES, planes=[plane])
         for group in range(len(groups))
@@ -251,7 +251,7 @@ def _register_blocks(core: EngineCore, agent: TransferAgent, fingerprint: str) -
         clock_s=0.0,
         hash_block_size=settings.block_size,
         alignment=settings.block_size,
-        groups=groups,
+        groups=list(groups),
         blocks=settings.kv_blocks,
         ranks=[memory],
     )

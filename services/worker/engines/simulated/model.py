@@ -23,12 +23,13 @@ from services.worker.engines.adapters import AdapterFiles
 from services.worker.engines.port import EngineFacts, TokenizerFiles
 from services.worker.engines.simulated.core.batch import Sequence
 from services.worker.engines.simulated.core.engine_core import ModelTokens
+from services.worker.engines.simulated.core.groups import hash_scheme
 from services.worker.engines.simulated.core.settings import SimulationSettings
 from services.worker.settings import Settings
 from services.worker.tiny_model import TINY_MODEL, ensure_tiny_tokenizer, tiny_revision
 from shared.contracts.engine_paths import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from shared.contracts.request_body import joined
-from shared.contracts.workers import ADAPTERS_MAX, Fingerprint, HashScheme
+from shared.contracts.workers import ADAPTERS_MAX, Fingerprint
 from shared.third_party import CONTAINED
 
 TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
@@ -46,6 +47,7 @@ class SimulatedModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def facts_of(settings: SimulationSettings, model: SimulatedModel, legs_max: int) -> EngineFacts:
+    others, block_bytes = settings.other_groups, settings.block_size * settings.kv_bytes_per_token
     fingerprint = Fingerprint(
         model=model.names[0],
         revision=model.revision,
@@ -61,7 +63,7 @@ def facts_of(settings: SimulationSettings, model: SimulatedModel, legs_max: int)
         models=model.names,
         max_model_len=settings.max_model_len,
         fingerprint=fingerprint,
-        hashing=scheme_of(settings),
+        hashing=hash_scheme(settings.groups, settings.block_size),
         kv_tokens=settings.kv_blocks * settings.block_size,
         legs_max=legs_max,
         step_tokens_max=settings.max_num_batched_tokens,
@@ -69,17 +71,8 @@ def facts_of(settings: SimulationSettings, model: SimulatedModel, legs_max: int)
         adapters_at_once_max=ADAPTERS_MAX,
         paths=PATHS,
         renders=True,
-    )
-
-
-def scheme_of(settings: SimulationSettings) -> HashScheme:
-    """How the simulated engine names blocks, and where its prefixes can be of use."""
-    others, size = settings.other_groups, settings.block_size
-    if others is None:
-        return HashScheme(block_size=size, index_block=size)
-    window = 0 if others.interval else size
-    return HashScheme(
-        block_size=size, index_block=size, boundaries=True, window_block=window, window_blocks=others.window_blocks
+        kv_token_bytes=settings.kv_bytes_per_token,
+        kv_boundary_bytes=others.blocks_max * block_bytes if others is not None else 0,
     )
 
 

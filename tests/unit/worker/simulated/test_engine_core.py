@@ -29,7 +29,7 @@ REQUESTS = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 3), st.integers
 
 
 def keeps_its_limits(core):
-    uses = Counter(block for one in core.batch.unfinished() for block in chain(one.blocks, *one.kept))
+    uses = Counter(block for one in core.batch.unfinished() for block in chain(one.blocks, one.states, *one.kept))
     uses += core.exchange.holder._leases._pins
     assert core.cache._holders == [uses[block] for block in range(core.cache.blocks)]
     assert len(core.batch.running) <= core.settings.max_num_seqs

@@ -14,8 +14,8 @@ from services.router.state.cluster_view import ClusterView
 from services.router.state.prefix_index import PrefixIndex
 from services.worker.engines.simulated.core.batch import RequestParams, Sequence
 from services.worker.engines.simulated.core.engine_core import EngineCore, ModelTokens
+from services.worker.engines.simulated.core.groups import hash_scheme
 from services.worker.engines.simulated.core.settings import SimulationSettings, tokens_max
-from services.worker.engines.simulated.model import scheme_of
 from services.worker.kv_events import HeldBlocks
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_events import KvEventBatch, KvSnapshot, KvTier, block_hash64, unpack_hashes
@@ -42,7 +42,9 @@ class Fleet:
         self.held = {one: HeldBlocks() for one in WORKERS}
         self.cluster, self.index, self.now = ClusterView(), PrefixIndex(), 0.0
         for one in WORKERS:
-            described = msgspec.structs.replace(record(one, role=Role.BOTH), hashing=scheme_of(made))
+            described = msgspec.structs.replace(
+                record(one, role=Role.BOTH), hashing=hash_scheme(made.groups, made.block_size)
+            )
             self.cluster.record(described, 0.0)
             self.index.join(one, Epoch(1))
             self.index.restore(KvSnapshot(worker_id=one, epoch=Epoch(1), seq=0, hashes=b""))

@@ -6,7 +6,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from connector.messages import EngineCall, StartFetch
-from services.worker.engines.simulated.core.groups import OTHER_GROUPS
+from services.worker.engines.simulated.core.groups import SHAPES
 from shared.contracts.kv_exchange import FetchKv, KvSource, LegOrder, pack_full_hashes
 from tests.support.examples import examples
 from tests.unit.worker.simulated.builders import (
@@ -47,7 +47,7 @@ def last_boundary(tokens):
 
 def bytes_of(groups, have, boundary):
     """Of a fetch: full attention from ``have`` on, and what the others need at the boundary."""
-    others = OTHER_GROUPS[groups]
+    others = SHAPES[groups]
     blocks = (boundary - have) // BLOCK + others.groups * min(others.window_blocks, boundary // BLOCK)
     return blocks * BLOCK * 4096
 

@@ -83,6 +83,8 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     kept: deque[list[int]] = field(default_factory=deque)
     """Blocks of the other groups that it holds, by the block of full attention with which they end."""
+    states: list[int] = field(default_factory=list)
+    """Blocks with the states that it goes on writing."""
     wrong: int = 0
     """Differs from 0 if the other groups held anything else than they should where it continued: then what it computes
     is wrong, too."""
@@ -124,6 +126,7 @@ class Batch:
         self._cache = cache
         self._reader = reader
         self._others = settings.other_groups
+        self._states = self._others.states if self._others is not None else 0
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self.receiving: dict[str, Sequence] = {}
@@ -165,8 +168,9 @@ class Batch:
     def remove(self, sequence: Sequence) -> None:
         """Remove a finished or aborted sequence. The reader must know already."""
         if self.receiving.pop(sequence.request_id, None) is not None:
-            self._still_written[sequence.request_id] = [*sequence.blocks, *chain.from_iterable(sequence.kept)]
-            sequence.blocks = []
+            held = [*sequence.blocks, *chain.from_iterable(sequence.kept), *sequence.states]
+            self._still_written[sequence.request_id] = held
+            sequence.blocks, sequence.states = [], []
             sequence.kept.clear()
             return
         for group in (self.running, self._received, self.waiting):
@@ -281,7 +285,7 @@ class Batch:
         # The last token is always computed, since the next one follows from it.
         held = cache.find(sequence.hashes, (len(sequence.tokens) - 1) // size)
         boundary = cache.boundary(sequence.hashes, len(held))
-        blocks = -(-len(sequence.tokens) // size)
+        blocks = -(-len(sequence.tokens) // size) + self._states
         kept = chain.from_iterable(cache.kept_at(sequence.hashes, boundary))
         if blocks - boundary > cache.free_after_holding([*held[:boundary], *kept]):
             return None
@@ -306,38 +310,28 @@ class Batch:
         self._cache.release(sequence.blocks[boundary:])
         del sequence.blocks[boundary:]
         sequence.computed = boundary * self._settings.block_size
-        for number in self._others.needed(boundary):
-            kept = self._hold_kept(sequence, number)
+        for index in self._others.needed(boundary):
+            kept = self._hold_kept(sequence, index)
             assert kept is not None, "it was cached a moment ago"
-            sequence.wrong ^= self._cache.wrong(sequence.blocks[number - 1], kept)
+            sequence.wrong ^= self._cache.wrong(sequence.blocks[index], kept)
 
     def _next_tokens(self, sequence: Sequence, budget: int) -> int:
-        """A step ends at the prompt's last boundary where a state is to be kept there."""
         count = min(len(sequence.tokens) - sequence.computed, budget)
-        if self._others is not None and self._others.interval:
-            left = self._last_boundary(sequence) - sequence.computed
-            return min(count, left) if left > 0 else count
-        return count
-
-    def _last_boundary(self, sequence: Sequence) -> int:
-        size = self._settings.block_size
-        return (sequence.prompt_tokens - 1) // size * size
+        if self._others is None:
+            return count
+        return self._others.step_tokens(count, sequence.computed, sequence.prompt_tokens)
 
     def keep(self, sequence: Sequence, blocks: int) -> None:
         """So many of its blocks are full: keep what the other groups need after them. Called at the end of a step."""
         others = self._others
-        if others is None:
-            return
-        end = blocks * self._settings.block_size
-        is_due = end == self._last_boundary(sequence) or (others.interval and blocks % others.interval == 0)
-        if not others.interval or (is_due and end == sequence.computed):
-            self._hold_kept(sequence, blocks)
+        if others is not None and others.keeps(blocks, sequence.computed, sequence.prompt_tokens):
+            self._hold_kept(sequence, blocks - 1)
 
-    def _hold_kept(self, sequence: Sequence, number: int) -> list[int] | None:
-        """Hold the blocks of the other groups that end with its full block of this number, while it is within their
-        window; those of a state are a copy, which it does not use any more. None: too few are free.
+    def _hold_kept(self, sequence: Sequence, index: int) -> list[int] | None:
+        """Hold the blocks of the other groups that end with this full block, while it is within their window; those of
+        a state are a copy, which it does not use any more. None: too few are free.
         """
-        kept = self._cache.keep(sequence.hashes[number - 1], sequence.blocks[number - 1])
+        kept = self._cache.keep(sequence.hashes[index], sequence.blocks[index])
         if kept is not None:
             sequence.kept.append(kept)
             self._drop_kept(sequence)
@@ -369,12 +363,12 @@ class Batch:
         """Blocks for what the other groups need at the end of a fetch, by group, each at its place in the prompt."""
         if self._others is None:
             return []
-        numbers = self._others.needed((sequence.computed + tokens) // self._settings.block_size)
-        for _number in numbers:
+        needed = self._others.needed((sequence.computed + tokens) // self._settings.block_size)
+        for _index in needed:
             taken = self._cache.take(self._others.groups)
             assert taken is not None, "a sequence was admitted without free blocks for what it fetches"
             sequence.kept.append(taken)
-        before = [0] * (numbers.start - 1)
+        before = [0] * needed.start
         return [[*before, *of_group] for of_group in zip(*sequence.kept, strict=True)]
 
     def _accept_received(self, sequence: Sequence, settled: Settled, now: float) -> None:
@@ -398,9 +392,9 @@ class Batch:
         if self._others is None:
             return 0
         boundary = sequence.computed // self._settings.block_size
-        for number, kept in zip(self._others.needed(boundary), sequence.kept, strict=True):
-            self._cache.name_kept(sequence.hashes[number - 1], kept)
-            sequence.wrong ^= self._cache.wrong(sequence.blocks[number - 1], kept)
+        for index, kept in zip(self._others.needed(boundary), sequence.kept, strict=True):
+            self._cache.name_kept(sequence.hashes[index], kept)
+            sequence.wrong ^= self._cache.wrong(sequence.blocks[index], kept)
         self._drop_kept(sequence)
         return self._others.blocks_at(boundary)
 
@@ -424,17 +418,20 @@ class Batch:
             parent = name
 
     def _extend_blocks(self, sequence: Sequence, tokens: int) -> bool:
-        missing = -(-tokens // self._settings.block_size) - len(sequence.blocks)
-        if missing <= 0:
+        missing = max(0, -(-tokens // self._settings.block_size) - len(sequence.blocks))
+        states = self._states - len(sequence.states)
+        if not missing + states:
             return True
-        taken = self._cache.take(missing)
+        taken = self._cache.take(missing + states)
         if taken is None:
             return False
-        sequence.blocks += taken
+        sequence.blocks += taken[:missing]
+        sequence.states += taken[missing:]
         return True
 
     def _release_blocks(self, sequence: Sequence) -> None:
         while sequence.kept:
             self._cache.release(sequence.kept.pop())
         self._cache.release(sequence.blocks)
-        sequence.blocks = []
+        self._cache.release(sequence.states)
+        sequence.blocks, sequence.states = [], []

@@ -65,6 +65,11 @@ class BlockCache:
     def named(self) -> int:
         return len(self._named)
 
+    @property
+    def boundaries(self) -> int:
+        """Full blocks at whose ends the other groups keep something."""
+        return len(self._kept)
+
     def hashes(self) -> Iterable[bytes]:
         return self._named.keys()
 
@@ -97,14 +102,14 @@ class BlockCache:
         others = self.others
         if others is None:
             return blocks
-        while blocks and any(hashes[number - 1] not in self._kept for number in others.needed(blocks)):
+        while blocks and any(hashes[index] not in self._kept for index in others.needed(blocks)):
             blocks -= 1
         return blocks
 
     def kept_at(self, hashes: Sequence[bytes], boundary: int) -> list[list[int]]:
         """What the other groups keep for a boundary after so many blocks, by the block with which it ends."""
-        numbers = () if self.others is None else self.others.needed(boundary)
-        return [self._kept[hashes[number - 1]] for number in numbers]
+        needed = () if self.others is None else self.others.needed(boundary)
+        return [self._kept[hashes[index]] for index in needed]
 
     def keep(self, name: bytes, full: int) -> list[int] | None:
         """Hold what the other groups keep at the end of the block ``full`` of this name: a block each, perhaps those of

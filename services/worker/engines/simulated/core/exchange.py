@@ -11,14 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from connector.groups import GroupPlan
 from connector.holder.holder import HolderSettings
 from connector.messages import EngineCall, EngineNotification, Orders, Read, ReadPart, Results
 from connector.reader.fetch import FetchLimits
 from connector.scheduler.exchange_core import ExchangeCore
 from services.worker.engines.simulated.core.batch import Sequence
 from services.worker.engines.simulated.core.block_cache import BlockCache, CacheBlockAllocator, LeasablePool
-from services.worker.engines.simulated.core.groups import kv_groups
+from services.worker.engines.simulated.core.groups import group_plan
 from services.worker.engines.simulated.core.settings import SimulationSettings, TransferLink
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import FirstToken, KvHandshake, KvOffer, KvTransferReport, first_token_basis
@@ -42,8 +41,7 @@ class Exchange:
             lease_share_max=settings.kv_lease_share_max,
         )
         size, pool = settings.block_size, LeasablePool(cache)
-        plan = GroupPlan(kv_groups(settings.other_groups, size), size, size)
-        self._core = ExchangeCore(holding, plan, FetchLimits(), now)
+        self._core = ExchangeCore(holding, group_plan(settings.groups, size), FetchLimits(), now)
         self._core.bind(pool, CacheBlockAllocator(cache), partial(pool.find_boundary, block_size=size))
         self.holder = self._core.holder
         self.reader = self._core.reader

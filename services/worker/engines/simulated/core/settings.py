@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from services.worker.engines.simulated.core.groups import OTHER_GROUPS, Kind, OtherGroups
+from services.worker.engines.simulated.core.groups import Kind, OtherGroups, other_groups
 from services.worker.engines.simulated.core.step_models import (
     FOREVER,
     NOISE_STEPS,
@@ -174,8 +174,8 @@ def read_profile(text: str) -> SimulatedProfile:
 
 def tokens_max(groups: Kind, kv_blocks: int, block_size: int) -> int:
     """Tokens of the longest sequence for which there is room, beside what the other groups keep of it."""
-    others = OTHER_GROUPS[groups]
-    return (kv_blocks - (others.blocks_max if others is not None else 0)) * block_size
+    others = other_groups(groups, block_size)
+    return (kv_blocks - (others.blocks_max + others.states if others is not None else 0)) * block_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,7 +204,7 @@ class SimulationSettings(SimulatedProfile):
     @property
     def other_groups(self) -> OtherGroups | None:
         """None: the model has full attention alone."""
-        return OTHER_GROUPS[self.groups]
+        return other_groups(self.groups, self.block_size)
 
     def __post_init__(self) -> None:
         for name in ("block_size", "kv_blocks", "max_model_len", "max_num_batched_tokens", "max_num_seqs"):
