@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.conftest import SPEEDS, START_S_MAX
+from tests.e2e.test_failures import busy, kill
 from tests.e2e.test_handoffs import BLOCK, ask, grown, tokens
 from tests.support.prompts import VOCABULARY
 from tests.support.system import System, until
@@ -46,3 +48,23 @@ def test_turns_of_conversations_are_handed_over_at_boundaries_that_the_router_kn
         assert grown(system, before, "baton_fleet_recomputed_tokens_total") == tails
         assert grown(system, before, "baton_fleet_cached_tokens_actual_total") >= cached
         assert grown(system, before, "baton_fleet_cached_tokens_missed_total") == 0
+
+
+CLIENTS = 4
+
+
+def test_a_prefill_worker_that_is_killed_during_handoffs_of_states_costs_no_token(tmp_path: Path):
+    """The router sends its prompts to the other one. The decode worker keeps no state of what had not come whole."""
+    fleet = ("--open", "--engine", "simulated", "--prefill", "2", "--decode", "1")
+    slow = "prefill_tokens_per_s=1500,prefill_base_s=0,decode_base_s=0.002,groups=state"
+    with System(tmp_path, *fleet, env={"WORKER_SIMULATED": slow}) as system:
+        system.wait_ready(START_S_MAX).until_exact(3)
+        draw = random.Random(7)
+        prompts = [draw.choices(VOCABULARY, k=LONG + number * 13) for number in range(CLIENTS)]
+        with ThreadPoolExecutor(CLIENTS) as clients:
+            answers = [clients.submit(ask, system, prompt) for prompt in prompts]
+            kill(system, busy(system, "prefill"))
+            answered = [tokens(answer.result()) for answer in answers]
+
+        assert answered == [tokens(ask(system, prompt, "aggregated")) for prompt in prompts]
+        assert system.metrics().sum("baton_router_retries_total", reason="worker_lost") > 0
