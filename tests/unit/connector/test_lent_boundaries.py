@@ -58,6 +58,31 @@ def test_a_state_inside_a_block_is_lent_when_a_step_has_copied_it(tmp_path):
     assert engine.copies == 1
 
 
+def test_a_boundary_that_an_equal_prompt_still_writes_is_lent_with_the_step_that_copies_it(tmp_path):
+    """The wait ends with the write. Only if that never came, a shorter boundary would be lent after a while."""
+    pytest.importorskip("vllm")
+    engine = Engine(tmp_path, depth=2, layout=LAYOUTS["states inside blocks"], blocks=64)
+    hashes = engine.add("first", PROMPT, 1)
+    for name, tokens in (("second", 1), ("third", 30)):
+        engine.add(name, PROMPT, tokens)
+    ask(engine, hashes, follow_s=30.0, leg_id=LEG)
+    while "first" in engine.scheduler.requests:
+        both_in_flight(engine)
+    engine.holder.leg_ended(LEG)
+    before = engine.holder.advance()
+    (last,) = both_in_flight(engine)
+
+    assert (before, engine.now) == ([], 0.0)
+    assert (last.boundary, last.final, last.reason) == (144, True, None)
+
+
+def both_in_flight(engine: Engine) -> list[KvGrant]:
+    engine.schedule()
+    if len(engine.queue) == engine.depth:
+        engine.compute()
+    return engine.holder.advance()
+
+
 def test_full_attention_goes_ahead_and_the_last_grant_has_the_state_and_the_token(tmp_path):
     engine = engine_of(tmp_path, "three states")
     hashes, token = engine.add("r", PROMPT, 1)[:4], FirstToken(token_id=7, basis=b"b" * 16)

@@ -156,3 +156,17 @@ def test_a_prompt_is_hashed_on_while_its_last_whole_full_attention_block_is_held
     assert [goes_on(HASHES[:count], 4, held) for count in (0, 3, 4, 7, 8, 11, 12, 13)] == [True] * 6 + [False] * 2
     assert goes_on(HASHES, 0, held)
     assert [goes_on(HASHES[:count], 1, {101}.__contains__) for count in (0, 1, 2)] == [True, True, False]
+
+
+def test_an_engine_with_a_drafter_uses_a_block_less_of_each_prompt():
+    drafting = msgspec.structs.replace(THREE_BLOCKS, full_beyond=UNIT, window_beyond=UNIT)
+
+    assert [drafting.usable(blocks * UNIT + more) // UNIT for blocks in (1, 2, 4) for more in (0, 1)] == [
+        0,
+        0,
+        1,
+        1,
+        3,
+        3,
+    ]
+    assert [THREE_BLOCKS.usable(blocks * UNIT + more) // UNIT for blocks in (1, 2) for more in (0, 1)] == [0, 1, 1, 2]
