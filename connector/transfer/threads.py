@@ -16,7 +16,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-CPUS = Path("/sys/devices/system/cpu")
+from shared.numa import node_of
+
 THREADS = Path("/proc/self/task")
 T = TypeVar("T")
 _Job = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
@@ -54,11 +55,6 @@ def keep_cores() -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, cores)
-
-
-def node_of(core: int) -> str:
-    """Name of the core's NUMA node; empty if the system does not tell."""
-    return next((path.name for path in (CPUS / f"cpu{core}").glob("node*")), "")
 
 
 class DaemonThreads:

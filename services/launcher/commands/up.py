@@ -19,8 +19,10 @@ from typer.core import TyperCommand
 from services.launcher.bus_client import keys_for
 from services.launcher.commands.options import StateDir, fail, keys_folder, state_folder
 from services.launcher.system import state_file
-from services.launcher.system.machine import KEYS_VARIABLE
+from services.launcher.system.devices import engines_for
+from services.launcher.system.machine import KEYS_VARIABLE, describe_machine
 from services.launcher.system.options import ModelOptions, UpOptions, parse_bytes
+from services.launcher.system.process_plan import PlanRefused
 
 ORDER = "services.launcher.options"
 """Key of a context's ``meta``: the names of the options in the order in which they were typed."""
@@ -33,6 +35,8 @@ OF_EACH_MODEL = (
 )  # fmt: skip
 """Options whose values `baton up` reads from the context, model by model."""
 MODELS_MAX = 64
+AUTO = "auto"
+"""The number of workers that this machine serves most with; see ``devices.engines_for``."""
 
 
 class ConnectorKind(StrEnum):
@@ -55,7 +59,25 @@ Alias = Annotated[
 ]
 Prefill = Annotated[list[int] | None, option(MODEL_PANEL, "Prefill workers.", "1", min=0, metavar="N")]
 Decode = Annotated[list[int] | None, option(MODEL_PANEL, "Decode workers.", "1", min=0, metavar="N")]
-Both = Annotated[list[int] | None, option(MODEL_PANEL, "Aggregated workers.", "0", min=0, metavar="N")]
+
+
+def workers(text: str) -> int | str:
+    """The value of --both. Raises typer.BadParameter."""
+    if text == AUTO or text.isdecimal():
+        return text if text == AUTO else int(text)
+    raise typer.BadParameter(f"{text!r} is neither a number nor {AUTO}")
+
+
+Both = Annotated[
+    list[str] | None,
+    option(
+        MODEL_PANEL,
+        "Aggregated workers; auto: as many as this machine serves most with.",
+        "0",
+        metavar="N|auto",
+        parser=workers,
+    ),
+]
 Store = Annotated[
     list[int] | None,
     option(MODEL_PANEL, "Store workers: they keep KV in memory and in files.", "0", min=0, metavar="N"),
@@ -321,9 +343,26 @@ def up_host(ctx: typer.Context, config: Path | None, state_dir: Path) -> NoRetur
 def models_of(ctx: typer.Context, *, join: bool) -> tuple[ModelOptions, ...]:
     """The models with their workers. Exits when a variable would give several models one name."""
     given = {name: values for name, values in ctx.params.items() if name in OF_EACH_MODEL}
-    models = [model_options(each, join=join) for each in by_model(ctx.meta[ORDER], given)]
+    typed = by_model(ctx.meta[ORDER], given)
+    alone = len(typed) == 1 and not join
+    models = [model_options(with_counts(each, alone=alone), join=join) for each in typed]
     if len(models) > MODELS_MAX:
         fail(f"{len(models)} models were given; at most {MODELS_MAX} can be served.")
     if len(models) > 1 and (names := [name for name in OF_ONE_MODEL if os.environ.get(name)]):
         fail(f"{names[0]} is set, but holds for every worker, and there are {len(models)} models: unset it.")
     return tuple(models)
+
+
+def with_counts(given: Mapping[str, Any], *, alone: bool) -> Mapping[str, Any]:
+    """The options of a model with a number for --both auto. ``alone``: it is the only one of a new system. Exits where
+    others have a say in the number.
+    """
+    if given.get("both") != AUTO:
+        return given
+    if not alone or given.keys() & {"prefill", "decode"}:
+        fail("--both auto is for one model that has the machine to itself: give numbers of workers.")
+    try:
+        here = describe_machine()
+    except PlanRefused as refused:
+        fail(str(refused))
+    return {**given, "both": engines_for(here, given.get("gpus_per_worker", 1))}

@@ -26,6 +26,8 @@ ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 """nvidia-smi underlines the table's head, also in a pipe."""
 GPU = re.compile(r"GPU(\d+)")
 
+NO_NODES: Mapping[int, str] = {}
+
 Topology = Mapping[tuple[str, str], int]
 """Distance of two GPUs by their indexes; more NVLinks are nearer than fewer, and these nearer than PCIe."""
 
@@ -40,12 +42,41 @@ class Device:
     """What the screen shows, such as "core 0"."""
 
 
-def share_cores(cores: Sequence[int], ranks: Sequence[int], running: int) -> tuple[list[Device], list[str]]:
+def engines_for(machine: Machine, ranks: int) -> int:
+    """With how many engines of so many ranks the machine serves most: as many as it has memories with devices of their
+    own, which are GPUs, or the NUMA nodes of a CPU.
+
+    An engine reads its weights once in each step, for all its requests. Two engines on one memory read them twice, each
+    for half of the requests, and neither computes with the cores of the other while that one is idle.
+    """
+    if machine.gpus:
+        free = [gpu for gpu in machine.gpus if gpu not in machine.gpus_used]
+        return max(1, len(free) // ranks)
+    return len(nodes_of(machine.cores, machine.nodes))
+
+
+def nodes_of(cores: Sequence[int], nodes: Mapping[int, str]) -> list[list[int]]:
+    """The cores of each NUMA node."""
+    by_node: dict[str, list[int]] = {}
+    for core in cores:
+        by_node.setdefault(nodes.get(core, ""), []).append(core)
+    return list(by_node.values())
+
+
+def share_cores(
+    cores: Sequence[int], ranks: Sequence[int], running: int, nodes: Mapping[int, str] = NO_NODES
+) -> tuple[list[Device], list[str]]:
     """Split the cores, for each rank of each worker equally many; the second value has warnings about shared cores.
     Raises PlanRefused if two ranks of one engine would share a core: each would wait for the other.
 
     ``ranks``: of each worker. ``running`` workers already use the whole machine: one that joins shares their cores.
+    ``nodes``: the NUMA node of each core. Where each node can have as many of the workers, no worker uses two.
     """
+    by_node = nodes_of(cores, nodes)
+    if len(by_node) > 1 and not running and len(set(ranks)) == 1 and len(ranks) % len(by_node) == 0:
+        of_node = ranks[: len(ranks) // len(by_node)]
+        if all(len(node) >= sum(of_node) for node in by_node):
+            return [device for node in by_node for device in share_cores(node, of_node, 0)[0]], []
     if (most := max(ranks)) > len(cores):
         raise PlanRefused(f"A CPU engine with {most} ranks needs as many cores, but there are {len(cores)}.")
     if running or len(cores) < sum(ranks):

@@ -21,6 +21,7 @@ import psutil
 
 from services.launcher.system.process_plan import MODULES, Machine, PlanRefused, RequiredPort
 from shared.contracts.channels import Party
+from shared.numa import node_of
 from shared.sockets import family_of
 
 NVIDIA_SMI_S_MAX = 30.0
@@ -40,10 +41,12 @@ FOR_THE_LAUNCHER = {NATS_SERVER_VARIABLE, API_KEY_VARIABLE, "BATON_ENGINE", "BAT
 
 def describe_machine() -> Machine:
     """The facts that a plan needs."""
+    cores = physical_cores()
     return Machine(
         python=sys.executable,
         nats_server=find_nats_server(),
-        cores=physical_cores(),
+        cores=cores,
+        nodes={core: node_of(core) for core in cores},
         **(gpu_facts() if has_distribution("vllm") else {}),
     )
 

@@ -328,7 +328,7 @@ def devices_by_model(options: UpOptions, machine: Machine, running: int) -> tupl
     elif machine.gpus:
         devices, notes = share_gpus(machine, gpus, running)
     else:
-        devices, notes = share_cores(machine.cores, gpus, running)
+        devices, notes = share_cores(machine.cores, gpus, running, machine.nodes)
     unused = iter(devices)
     return [[next(unused) for _ in each.gpu_counts] for each in options.models], notes
 

@@ -29,6 +29,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """Path of the binary; empty when there is none."""
     cores: tuple[int, ...]
     """One logical CPU per physical core that this process may use."""
+    nodes: Mapping[int, str] = {}
+    """NUMA node of each of ``cores``, where the system tells."""
     gpus: tuple[str, ...] = ()
     """GPU indexes; empty when the installed engine is the CPU one."""
     gpus_used: tuple[str, ...] = ()

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.launcher.system.devices import FAR, nearest, parse_topology, share_cores, share_gpus
+from services.launcher.system.devices import FAR, engines_for, nearest, parse_topology, share_cores, share_gpus
 from services.launcher.system.process_plan import Machine, PlanRefused
 
 EIGHT = tuple("01234567")
@@ -126,3 +126,42 @@ def test_only_engines_with_several_ranks_are_told_their_number():
 
     assert two.env["WORKER_TENSOR_PARALLEL_SIZE"] == "2"
     assert "WORKER_TENSOR_PARALLEL_SIZE" not in one.env
+
+
+TWO_SOCKETS = {core: f"node{core // 4}" for core in range(8)}
+
+
+def test_engines_on_two_nodes_have_one_each():
+    devices, notes = share_cores(range(8), [1, 1], 0, TWO_SOCKETS)
+    assert [device.env["WORKER_CPU_CORES"] for device in devices] == ["1,2,3", "5,6,7"]
+    assert notes == []
+
+    devices, _notes = share_cores(range(8), [1, 1, 1, 1], 0, TWO_SOCKETS)
+    assert [device.env["WORKER_CPU_CORES"] for device in devices] == ["1,2", "3", "5,6", "7"]
+
+
+@pytest.mark.parametrize("ranks", [[1], [1, 1, 1], [2, 1], [5, 1]])
+def test_engines_that_do_not_fit_the_nodes_share_all_cores(ranks: list[int]):
+    assert share_cores(range(8), ranks, 0, TWO_SOCKETS) == share_cores(range(8), ranks, 0)
+
+
+@pytest.mark.parametrize(
+    ("cores", "nodes", "gpus", "used", "ranks", "engines"),
+    [
+        (2, {}, (), (), 1, 1),
+        (64, {}, (), (), 1, 1),
+        (8, TWO_SOCKETS, (), (), 1, 2),
+        (8, TWO_SOCKETS, (), (), 2, 2),
+        (8, TWO_SOCKETS, EIGHT, (), 1, 8),
+        (8, {}, EIGHT, (), 2, 4),
+        (8, {}, EIGHT, EIGHT[:3], 2, 2),
+        (8, {}, ("0",), (), 2, 1),
+        (8, {}, EIGHT, EIGHT, 1, 1),
+    ],
+)
+def test_a_machine_serves_most_with_an_engine_for_each_memory(
+    cores: int, nodes: dict[int, str], gpus: tuple[str, ...], used: tuple[str, ...], ranks: int, engines: int
+):
+    machine = msgspec.structs.replace(MACHINE, cores=tuple(range(cores)), nodes=nodes, gpus=gpus, gpus_used=used)
+
+    assert engines_for(machine, ranks) == engines

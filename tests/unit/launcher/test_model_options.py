@@ -8,6 +8,8 @@ from typer.testing import CliRunner
 
 from services.launcher.commands import up
 from services.launcher.commands.up import by_model, model_options
+from services.launcher.system.devices import engines_for
+from services.launcher.system.machine import describe_machine
 
 
 def test_options_after_a_model_are_its_own():
@@ -59,8 +61,8 @@ def test_a_model_without_counts_has_the_usual_workers(given: dict[str, int], joi
     assert (model.prefill, model.decode, model.both) == counts
 
 
-def models_of(*typed: str) -> list[tuple[str | int, ...]]:
-    """From a whole command line."""
+def read(*typed: str) -> tuple[list[tuple[str | int, ...]], str]:
+    """The models of a whole command line, and what was printed."""
     found: list[tuple[str | int, ...]] = []
 
     def command(
@@ -78,7 +80,13 @@ def models_of(*typed: str) -> list[tuple[str | int, ...]]:
     app = typer.Typer()
     app.command(cls=up.UpCommand)(command)
     result = CliRunner().invoke(app, typed)
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == 0 or not found, result.output
+    return found, result.output
+
+
+def models_of(*typed: str) -> list[tuple[str | int, ...]]:
+    found, said = read(*typed)
+    assert found, said
     return found
 
 
@@ -104,3 +112,18 @@ def test_the_command_line_keeps_the_order_of_its_options(monkeypatch):
     assert models_of("--model", "A", "--alias", "x", "--alias", "y") == [("A", 1, 1, 0, "x", "y")]
     assert models_of("--both", "2") == [("", 0, 0, 2)]
     assert models_of("--model", "A", "--model", "B") == [("A", 1, 1, 0), ("B", 1, 1, 0)]
+
+
+def test_auto_is_the_number_of_engines_that_this_machine_serves_most_with():
+    assert models_of("--both", "auto") == [("", 0, 0, engines_for(describe_machine(), 1))]
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [("--both", "auto", "--prefill", "1"), ("--both", "auto", "--model", "A", "--model", "B"), ("--both", "-1")],
+)
+def test_auto_is_for_a_model_that_has_the_machine_to_itself(typed: tuple[str, ...]):
+    found, said = read(*typed)
+
+    assert found == []
+    assert "--both" in said
