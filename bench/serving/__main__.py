@@ -44,6 +44,8 @@ TTFT_TIMES, TPOT_TIMES = 5.0, 3.0
 """The SLO: times what one engine needs for a request of this length alone."""
 ALONE_REQUESTS, ALONE_TOKENS = 3, 16
 IDLE_S = 3.0
+ROUNDS_MIN = 2
+"""With fewer, a figure has no interval."""
 CLIENT = [sys.executable, "-m", "bench.serving.client"]
 
 
@@ -158,19 +160,28 @@ def idle(one: Contender) -> dict[str, float]:
     return {what: used / took_s for what, used in used_s.items()}
 
 
-def measure(on: Engines, size: Size, rounds: int) -> Bench:
-    """Raises RunFailed."""
+def measure(on: Engines, size: Size, rounds: int, s_max: float) -> Bench:
+    """As many of the rounds as end within ``s_max``, ``ROUNDS_MIN`` at least. Raises RunFailed."""
     with client(on) as sending:
         bench = Bench(sending, size, closed_loads(size))
+        begun_at = time.monotonic()
         for number in range(rounds):
+            round_at = time.monotonic()
             bench.round(on, number)
+            ended_at = time.monotonic()
+            print(f"round {number + 1} took {(ended_at - round_at) / 60:.1f} minutes", file=sys.stderr)
+            if number + 1 >= ROUNDS_MIN and ended_at - begun_at + (ended_at - round_at) > s_max:
+                break
     return bench
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="bench.serving", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one round of short loads, 5 minutes; not precise")
-    parser.add_argument("--rounds", type=int, default=0, help="of the full form; 3 take about 25 minutes on two cores")
+    parser.add_argument("--rounds", type=int, default=0, help="at most; 3 in the full form")
+    parser.add_argument(
+        "--minutes", type=float, default=30.0, help=f"begin no round that would end later, after {ROUNDS_MIN} rounds"
+    )
     parser.add_argument("--gpu", action="store_true", help="engines on one NVIDIA GPU, or two")
     parser.add_argument("--out", type=Path, help="the page; its pictures are put beside it")
     arguments = parser.parse_args(argv)
@@ -182,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for peer in PEERS:
             peer.install()
         with measuring() as measured, engines(on_gpus=arguments.gpu) as on:
-            bench = measure(on, size, rounds)
+            bench = measure(on, size, rounds, arguments.minutes * 60)
     except (RunFailed, subprocess.CalledProcessError, httpx.HTTPError) as failed:
         sys.exit(f"no figures: {failed}")
     short = "Short form on this machine: its figures are not precise. " if arguments.quick else ""

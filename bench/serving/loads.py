@@ -104,17 +104,17 @@ class Size:
 
 
 TURNS = Conversations(
-    conversations=8, turns=4, at_once=4, shared_tokens=500, own_tokens=1000, turn_tokens=(120, 160),
+    conversations=4, turns=4, at_once=4, shared_tokens=500, own_tokens=1000, turn_tokens=(120, 160),
     answer_tokens=(80, 120),
 )  # fmt: skip
 AGENTS = Conversations(
-    conversations=4, turns=8, at_once=4, shared_tokens=1200, own_tokens=200, turn_tokens=(350, 450),
+    conversations=4, turns=6, at_once=4, shared_tokens=1200, own_tokens=200, turn_tokens=(350, 450),
     answer_tokens=(24, 36),
 )  # fmt: skip
-CPU = Size(Random(512, 64, 32, at_once=8), TURNS, AGENTS, rates=(0.4, 0.7, 1.0), rate_s=6.0, rounds=3)
+CPU = Size(Random(512, 64, 32, at_once=8), TURNS, AGENTS, rates=(0.4, 0.7, 1.0), rate_s=5.0, rounds=3)
 QUICK = Size(
     Random(512, 32, 12, at_once=4),
-    msgspec.structs.replace(TURNS, conversations=4, turns=2),
+    msgspec.structs.replace(TURNS, turns=2),
     msgspec.structs.replace(AGENTS, turns=3),
     rates=(0.5, 1.0),
     rate_s=3.0,

@@ -10,14 +10,13 @@ from typing import Any
 
 from bench.kv_bench_page import table
 from bench.serving.loads import Load, Result
-from bench.serving.systems import APART, AUTO, DISAGGREGATED, ENGINE, NAMES, ONE, ROUTER, SERVER, TWO, Counts
+from bench.serving.systems import APART, AUTO, DISAGGREGATED, ENGINE, NAMES, ROUTER, SERVER, TWO, Counts
 from replay.capacity.report import pyplot
 
 AHEAD = 0.03
 """Below that a difference is called none, and the goal is that auto is no further behind."""
-BATONS = (ONE, TWO, APART, AUTO)
+BATONS = (TWO, APART, AUTO)
 COLORS = {
-    ONE: "tab:olive",
     TWO: "tab:orange",
     APART: "tab:red",
     AUTO: "black",
@@ -149,8 +148,8 @@ def lines(
         "* sglang-router and vllm-router, from PyPI: two such servers with half of the machine each, `--policy cache_aware`.",
         "* vLLM's P/D proxy: a prefill and a decode server with vLLM's NixlConnector behind `toy_proxy_server.py` of vLLM's source",
         "  distribution, which is run as it is. The connector has Baton's settings of NIXL and UCX: with its defaults a thread of each engine spins.",
-        "* Baton: `baton up` whole, with NATS under TLS, orchestrator and collector. `--both 1` is one engine with the whole machine; `1P1D`",
-        "  asks with `x-baton-mode: disaggregated`; `auto` is the same prefill and decode worker without that header.",
+        "* Baton: `baton up` whole, with NATS under TLS, orchestrator and collector. `1P1D` asks with `x-baton-mode: disaggregated`; `--both auto`",
+        "  starts an engine for each GPU, or on CPUs for each NUMA node.",
         "",
         f"All systems start anew in each of {rounds} round(s), in rotating order; prompts are new in each run. Figures are medians of the rounds, with the least and",
         "the greatest where two numbers follow. *Good*: requests within the SLO, which is 5 times the TTFT and 3 times the TPOT that `vllm serve` needs",

@@ -21,6 +21,8 @@ from bench.bench_footprint import name_of
 from bench.bench_worker import cpu_s
 from bench.peer_checks import RunFailed
 from bench.peer_routers import PEERS, Peer
+from services.launcher.system.devices import engines_for
+from services.launcher.system.machine import describe_machine
 from tests.outside.suite import end_tree
 from tests.outside.suites.vllm_sources import sources
 from tests.support.nats_server import free_port
@@ -246,21 +248,23 @@ def fetched() -> Path:
 # ---- Baton
 
 
+NO_HEADERS: Mapping[str, str] = {}
+DISAGGREGATE = {"x-baton-mode": "disaggregated"}
+
+
 class Baton:
     """``baton up``, whole: NATS with TLS and keys, orchestrator, collector, router and workers."""
 
-    def __init__(
-        self, names: tuple[str, ...], prefill: int, decode: int, both: int, headers: tuple[dict[str, str], ...] = ({},)
-    ) -> None:
-        self.names = names
-        self._workers = prefill + decode + both
-        self._fleet = ("--prefill", str(prefill), "--decode", str(decode), "--both", str(both))
+    def __init__(self, name: str, *fleet: str, headers: Mapping[str, str] = NO_HEADERS) -> None:
+        """``fleet``: options of ``baton up``."""
+        self.names = (name,)
+        self._fleet = fleet
         self._headers = headers
 
     @contextmanager
     def running(self, on: Engines) -> Iterator[list[Contender]]:
-        settings = on.settings
-        kv_cache = f"{(int(settings['kv_cache_bytes']) * 2 // self._workers) >> 20}M"
+        settings, workers = on.settings, self._workers()
+        kv_cache = f"{(int(settings['kv_cache_bytes']) * 2 // workers) >> 20}M"
         arguments = ["--model", settings["model"], "--alias", settings["served_model_name"], "--kv-cache", kv_cache]
         if args := settings.get("engine_args"):
             arguments += ["--engine-args", args]
@@ -269,22 +273,25 @@ class Baton:
             try:
                 with System(Path(folder), *self._fleet, *arguments, env=environ) as system:
                     system.wait_ready(READY_S_MAX)
-                    system.until_exact(self._workers)
-                    processes = processes_of(system)
+                    system.until_exact(workers)
                     yield [
                         Contender(
-                            name,
+                            self.names[0],
                             system.endpoint,
                             settings["served_model_name"],
                             lambda: counts_of(system),
-                            processes,
-                            headers=headers,
-                            hands_over=headers.get("x-baton-mode") == "disaggregated",
+                            processes_of(system),
+                            headers=dict(self._headers),
+                            hands_over=self._headers == DISAGGREGATE,
                         )
-                        for name, headers in zip(self.names, self._headers, strict=True)
                     ]
             except AssertionError as failed:
                 raise RunFailed(str(failed)) from failed
+
+    def _workers(self) -> int:
+        """How many there will be."""
+        numbers = self._fleet[1::2]
+        return engines_for(describe_machine(), 1) if numbers == ("auto",) else sum(map(int, numbers))
 
 
 def processes_of(system: System) -> dict[str, list[psutil.Process]]:
@@ -309,16 +316,16 @@ def counts_of(system: System) -> Counts:
     )
 
 
-ONE, TWO, APART, AUTO = "Baton --both 1", "Baton --both 2", "Baton 1P1D", "Baton auto"
-ENGINES_OF_BOTH = Baton((TWO,), 0, 0, 2)
-ENGINES_APART = Baton((APART, AUTO), 1, 1, 0, headers=({"x-baton-mode": "disaggregated"}, {}))
+TWO, APART, AUTO = "Baton --both 2", "Baton 1P1D", "Baton --both auto"
+ENGINES_OF_BOTH = Baton(TWO, "--both", "2")
+ENGINES_APART = Baton(APART, "--prefill", "1", "--decode", "1", headers=DISAGGREGATE)
 FLEETS: tuple[Fleet, ...] = (
     OneEngine(),
     TwoRouted(),
     VllmApart(),
-    Baton((ONE,), 0, 0, 1),
     ENGINES_OF_BOTH,
     ENGINES_APART,
+    Baton(AUTO, "--both", "auto"),
 )
 NAMES = tuple(name for fleet in FLEETS for name in fleet.names)
 DISAGGREGATED = (*VllmApart.names, APART)
