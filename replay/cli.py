@@ -70,9 +70,10 @@ class ProfileName(StrEnum):
 
     SMALL = "8b"
     LARGE = "70b"
+    HYBRID = "80b-a3b"
 
 
-GPUS = {ProfileName.SMALL: 1, ProfileName.LARGE: 4}
+GPUS = {ProfileName.SMALL: 1, ProfileName.LARGE: 4, ProfileName.HYBRID: 2}
 """GPUs of a worker with each profile."""
 
 app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
@@ -95,7 +96,11 @@ GpusOption = Annotated[
     int, typer.Option(help="GPUs to plan for; 0: the fewest.", min=0, max=GPUS_MAX, rich_help_panel=ENGINES)
 ]
 ProfileOption = Annotated[
-    ProfileName, typer.Option(help="Model size; speeds from first principles.", rich_help_panel=ENGINES)
+    ProfileName,
+    typer.Option(
+        help="Model size; speeds from first principles. 80b-a3b: three of four layers have a recurrent state.",
+        rich_help_panel=ENGINES,
+    ),
 ]
 SpeedsOption = Annotated[
     str, typer.Option(help="Measured speeds instead: a file of --export-speeds, or running.", rich_help_panel=ENGINES)

@@ -42,6 +42,10 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     prompt_s: float
     """Time to compute the mean prompt alone."""
     kv_tokens: int
+    state_tokens: int
+    """Tokens for which there would be room where the states of one running request are."""
+    handoff_bytes: int
+    """Bytes of the mean prompt's KV, with windows and states."""
 
 
 class SplitResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -228,12 +232,15 @@ def steady_note(case: Case, trials: list[Trial], limit: Limit) -> list[str]:
 
 def engine_of(inputs: Inputs) -> Engine:
     """For the report."""
-    requests = inputs.workload.requests
+    requests, profile = inputs.workload.requests, inputs.profile
+    others = profile.other_groups
     mean = round(sum(request.input_tokens for request in requests) / len(requests))
     return Engine(
         name=inputs.engine,
         measured=inputs.measured,
         gpus=inputs.gpus_per_worker,
-        prompt_s=inputs.profile.prompt_s(mean, 0),
-        kv_tokens=inputs.profile.kv_blocks * inputs.profile.block_tokens,
+        prompt_s=profile.prompt_s(mean, 0),
+        kv_tokens=profile.kv_blocks * profile.block_tokens,
+        state_tokens=others.states * profile.block_tokens if others is not None else 0,
+        handoff_bytes=mean * profile.kv_bytes_per_token + profile.boundary_bytes,
     )

@@ -17,7 +17,7 @@ from replay.capacity.search import WORKERS_MAX
 from replay.capacity.trial import Trial
 from replay.capacity.workload import Summary
 from replay.split import LETTERS, Split
-from shared.text.formats import duration
+from shared.text.formats import duration, in_bytes
 
 SHOWN_MAX = 10
 BAR = 12
@@ -91,7 +91,9 @@ def engine(plan: Plan) -> str:
     source = "speeds measured by its workers" if one.measured else "speeds from first principles, not measured"
     gpus = f"{one.gpus} GPU{'s' if one.gpus > 1 else ''} per worker"
     mean = f"the mean prompt alone takes {duration(one.prompt_s)}"
-    return f"{one.name} ({source}), {gpus}, {one.kv_tokens:,} tokens of KV; {mean}"
+    states = f" (the states of a running request take the room of {one.state_tokens:,})" if one.state_tokens else ""
+    handoff = f"its handoff reads {in_bytes(one.handoff_bytes)}"
+    return f"{one.name} ({source}), {gpus}, {one.kv_tokens:,} tokens of KV{states}; {mean}, {handoff}"
 
 
 def outcome(plan: Plan) -> Text:

@@ -112,6 +112,7 @@ def speeds_of(records: Sequence[WorkerRecord], loads: Sequence[LoadReport], mode
         raise SpeedsError(
             f"The workers of {model} have not measured their speed of {missing} yet. Send them requests first."
         )
+    told = max(record.kv_token_bytes for record in of_model)
     received_bytes = sum(load.received_bytes_total for load in reports)
     received_tokens = sum(load.received_tokens_total for load in reports)
     reads = [read.bytes_per_s for record in of_model for read in record.kv_reads if read.bytes_per_s > 0]
@@ -127,6 +128,6 @@ def speeds_of(records: Sequence[WorkerRecord], loads: Sequence[LoadReport], mode
         kv_tokens=min(record.kv_tokens for record in of_model),
         step_tokens_max=min(record.step_tokens_max for record in of_model),
         requests_max=min(record.legs_max for record in of_model),
-        kv_bytes_per_token=round(received_bytes / received_tokens) if received_tokens else None,
+        kv_bytes_per_token=told or (round(received_bytes / received_tokens) if received_tokens else None),
         transfer_bytes_per_s=float(min(reads)) if reads else None,
     )

@@ -6,12 +6,17 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
 
 from replay.cli import GPUS, ProfileName, app
 from replay.profile import PROFILES
+from replay.split import Split
+from replay.traces import Request
+from replay.world import World
+from shared.text.formats import in_bytes
 from tests.support.nats_server import free_port
 from tests.support.processes import ROOT
 from tests.support.replay_worlds import conversations, write_mooncake
@@ -60,6 +65,32 @@ def test_json_has_the_plan_for_programs():
     assert plan["splits"][0]["split"] == {"prefill": 1, "decode": 1, "both": 0}
     assert plan["enough"] is True
     assert plan["headroom"] > 1
+
+
+def test_a_plan_counts_the_states_of_a_hybrid_model():
+    """Qwen3-Next's 36 layers with a state: 38 MB for a prompt of any length, beside 24 KiB for each token."""
+    load = ("--rate", "40/min", "--prompt", 2000, "--output", 20, "--profile", "80b-a3b", "--split", "1P+1D")
+    plan = json.loads(run(*load, *QUICK, "--json").stdout)
+    engine, prompt = plan["engine"], round(plan["size"]["prompt_tokens"])
+
+    assert (engine["kv_tokens"], engine["gpus"], engine["state_tokens"]) == (4450 * 512, 2, 3 * 512)
+    states = engine["handoff_bytes"] - 24_576 * prompt
+    assert 35e6 < states < 40e6
+    shown = " ".join(run(*load, *QUICK).output.split())
+    assert "2,278,400 tokens of KV (the states of a running request take the room of 1,536)" in shown
+    assert f"its handoff reads {in_bytes(engine['handoff_bytes'])}" in shown
+
+
+def test_states_limit_how_many_requests_run_at_once():
+    """Short requests, of which an engine holds 256: their states take three blocks of each four."""
+    profile = replace(PROFILES["80b-a3b"], kv_blocks=256)
+    requests = [Request(0.0, (), 300, 200) for _number in range(256)]
+    waits = {}
+    for groups in ("full", "state"):
+        outcomes = World(Split(both=1), replace(profile, groups=groups)).run(requests)
+        waits[groups] = max(one.ttft_s for one in outcomes)
+
+    assert waits["state"] > waits["full"] + 200 * profile.decode_base_s
 
 
 @pytest.mark.parametrize(
