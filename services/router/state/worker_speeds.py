@@ -43,10 +43,8 @@ UNUSED_SWEEPS_MAX: Final = 10
 """Sweeps without a new leg after which what legs have shown of a worker no longer counts."""
 
 
-Basis = tuple[EngineSpeed | None, EngineSpeed | None, UnitCosts, int]
-"""What an estimate is made from, but for the transit: the engine's speed, that of its peers, and the transfers with
-their number of samples.
-"""
+Engines = tuple[EngineSpeed | None, EngineSpeed | None]
+"""The speed of an engine, and that of its peers."""
 
 
 class RunningMedian:
@@ -87,9 +85,11 @@ class SpeedOf:
     """The speed of one life of a worker, or what its ``peers`` share: all workers of a fingerprint."""
 
     __slots__ = (
-        "_basis",
+        "_by_engine",
         "_byte_s",
+        "_engines",
         "_estimate",
+        "_learned",
         "_peers",
         "_prior",
         "_published",
@@ -112,15 +112,19 @@ class SpeedOf:
         self._byte_s = TRANSFER_BYTE_S
         self._prior = TRANSFER_PRIOR
         self._transfers = UnitCosts(TRANSFER_PRIOR)
-        self._basis: Basis | None = None
+        self._engines: Engines | None = None
+        self._by_engine = DEFAULT_SPEED
+        """Made from ``_engines``, without transfers."""
+        self._learned: tuple[UnitCosts, int] | None = None
+        """Transfers, and their number of samples."""
         self._estimate = DEFAULT_SPEED
-        """The best estimate, made from ``_basis``."""
+        """The best estimate: ``_by_engine`` with what ``_learned`` says."""
         self._transit: RunningMedian = RunningMedian(peers._transit.seconds if peers else DEFAULT_SPEED.transit_s)
 
     def describe(self, sizes: KvSizes, byte_s: float) -> None:
         """What the worker reads of others, and how long a byte took in its self-tests."""
         if sizes != self._sizes:
-            self._sizes, self._basis = sizes, None
+            self._sizes, self._learned = sizes, None
         if byte_s != self._byte_s:
             self._byte_s, self._prior = byte_s, transfer_prior(byte_s)
             if not self._transfers.samples:
@@ -179,23 +183,26 @@ class SpeedOf:
         peers = self._peers
         is_own = self._transfers.samples or peers is None or not peers._transfers.samples
         transfers = self._transfers if is_own or peers is None else peers._transfers
-        basis = (self.engine, peers.engine if peers is not None else None, transfers, transfers.samples)
-        if basis != self._basis:
-            self._basis = basis
-            self._estimate = _estimate(filled_in(*basis[:2]), transfers, self._sizes, self.transit_s)
+        engines = (self.engine, peers.engine if peers is not None else None)
+        if engines != self._engines:
+            self._engines, self._by_engine = engines, _estimate(filled_in(*engines))
+            self._learned = None
+        learned = (transfers, transfers.samples)
+        if learned != self._learned:  # Most requests whose KV moved have taught that alone.
+            self._learned = learned
+            base_s, byte_s = transfers.values()
+            self._estimate = msgspec.structs.replace(
+                self._by_engine,
+                transfer_base_s=base_s + byte_s * self._sizes.boundary,
+                transfer_token_s=byte_s * self._sizes.token,
+                transit_s=self.transit_s,
+            )
         return self._estimate
 
 
-def _estimate(engine: EngineSpeed | None, transfers: UnitCosts, sizes: KvSizes, transit_s: float) -> WorkerSpeed:
+def _estimate(engine: EngineSpeed | None) -> WorkerSpeed:
     times = StepTimeModel.of(engine) if engine is not None else DEFAULT_STEP_TIMES
-    base_s, byte_s = transfers.values()
-    return WorkerSpeed(
-        **times._asdict(),
-        transfer_base_s=base_s + byte_s * sizes.boundary,
-        transfer_token_s=byte_s * sizes.token,
-        pairs_per_token=engine.pairs_per_token if engine is not None else 0.0,
-        transit_s=transit_s,
-    )
+    return WorkerSpeed(**times._asdict(), pairs_per_token=engine.pairs_per_token if engine is not None else 0.0)
 
 
 class Life:
