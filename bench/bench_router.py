@@ -30,7 +30,7 @@ from bench.peer_checks import RunFailed, check_answers
 from tests.support.nats_server import NatsServer, free_port
 
 ROUTER_CORE, OTHER_CORE = "0", "1"
-READY_S_MAX = 60.0
+READY_S_MAX = 120.0
 IDLE_S, IDLE_WINDOWS = 1.5, 3
 LOG_SHOWN_CHARS = 3000
 SHORT_TOKENS, LONG_TOKENS = 100, 8000
