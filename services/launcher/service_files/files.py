@@ -110,6 +110,7 @@ def compose_file(host: HostService, container: Container) -> str:
         user=_in_compose(f"{container.uid}:{container.gid}"),
         volumes=_in_compose(_volumes(container)),
         devices=_in_compose({"resources": {"reservations": {"devices": [gpus]}}} if container.has_gpus else {}),
+        limits=_in_compose({"memlock": -1} if container.has_gpus else {}),
         stop_s=f"{host.stop_s:.0f}",
     )
 

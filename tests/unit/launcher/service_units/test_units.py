@@ -151,6 +151,7 @@ def test_a_container_of_compose_runs_the_host_as_a_quadlet_does():
     assert (device["driver"], device["count"]) == ("nvidia", "all")
     [without] = yaml.safe_load(compose_file(HOST, replace(CONTAINER, has_gpus=False)))["services"].values()
     assert without["deploy"] == {}
+    assert (service["ulimits"], without["ulimits"]) == ({"memlock": -1}, {}), "not every daemon may lift the limit"
 
 
 def test_values_that_would_add_a_line_are_refused():
