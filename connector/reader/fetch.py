@@ -235,6 +235,11 @@ class Fetch:
         return not any(request.busy for request in self.requests)
 
     @property
+    def finds_nothing(self) -> bool:
+        """All that were asked have said that they hold nothing that is missing."""
+        return bool(self.requests) and all(request.read().failure == NoGrant.NOT_HELD for request in self.requests)
+
+    @property
     def begun(self) -> bool:
         """Whether blocks to read into are allocated."""
         return self._local is not None

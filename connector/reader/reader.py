@@ -150,8 +150,9 @@ class RequestState:
     common: int | None = None
     """Tokens that all groups have cached; None: as many as the engine tells."""
     goal_max: int | None = None
-    """Boundary that a holder has and which full attention is cached beyond: the next fetch asks for it, and uses less
-    of that cache.
+    """The furthest position to ask for: a boundary that a holder has and which full attention is cached beyond, so that
+    the next fetch uses less of that cache; or, after a preemption, the position beyond which no holder has anything. A
+    request that waits for memory loses what it had cached, and asks again when less than that is left.
     """
     first_token: FirstToken | None = None
     """First token of the prefill leg, until the engine may take it."""
@@ -260,6 +261,9 @@ class Reader:
                 state.goal_max = fetch.behind
                 self._drop(state)
                 return None
+            if not tokens and counts.preemptions and fetch.finds_nothing:
+                state.goal_max = common
+                state.fetches -= 1
         if local_tokens + tokens <= common:
             local_tokens, tokens = common, 0
         counts.local = local_tokens
@@ -516,6 +520,8 @@ class Reader:
         take = order.take if first and order.take and not self._peers.is_shunned(_holder(order.take)) else None
         if not groups.keeps_prefix:
             goal = groups.cut(min(goal, self._reach(state, hashes, sources, take)))
+        elif state.goal_max is not None:
+            goal = min(goal, state.goal_max)
         if state.fetches >= FETCHES_MAX or local_tokens >= goal or not (sources or take):
             return None
         handed_over = take is not None or (first and any(source.follow for source in sources))

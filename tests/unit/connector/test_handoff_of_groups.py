@@ -6,10 +6,11 @@ from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from services.router.state.worker_speed import KvSizes
 from shared.contracts.ids import LegId
-from shared.contracts.kv_exchange import LegOrder
+from shared.contracts.kv_exchange import KvGroup, KvGroupKind, LegOrder
 from tests.unit.connector.kv_groups import LAYOUTS
 from tests.unit.connector.test_recomputes_beside_ready import SHARE, FixedShare
 from tests.unit.connector.two_engines import Pair, Three, answer_of, whole_block
@@ -141,6 +142,43 @@ def test_full_attention_that_is_cached_beyond_the_other_groups_is_not_read_again
     read = sum(len(read.local_blocks) for read in pair.d.reads)
     have = (boundary - 1) // whole_block(LAYOUTS[layout]) * whole_block(LAYOUTS[layout]) if plan.full else 0
     assert read == blocks_of(pair, have, boundary)
+
+
+@pytest.mark.parametrize("layout", ["full", "full and window", "state and window"])
+def test_a_preempted_request_reads_again_what_it_loses_while_it_waits_for_memory(pair, layout):
+    """At first all that holders have is still cached, and they have nothing more."""
+    blocks = sum(most_held(group, 210) for group in LAYOUTS[layout].groups)
+    pair = pair(layout, retention=None if layout != "full" else 0, blocks=1 + 2 * blocks + 1)
+    answers = {"first": 200, "second": 90}
+    prompts = {name: prompt_of(200, number) for number, name in enumerate(answers)}
+    offers = {}
+    for name, prompt in prompts.items():
+        prefill(pair, prompt, name, LegOrder(leg_id=LegId(name), offer=True, offer_id=name))
+        offers[name] = pair.p.offer()
+    for name, prompt in prompts.items():
+        pair.d.order(name, prompt, answers[name], replace(pair.by_hash(), take=offers[name]))
+    reports = {}
+
+    def is_over() -> bool:
+        alive = pair.d.scheduler.requests
+        reports.update((name, pair.d.side.reader.transfer_report(name)) for name in alive)
+        return not alive
+
+    pair.run(until=is_over)
+
+    preempted = [report for report in reports.values() if report.preemptions]
+    assert preempted
+    for report in preempted:
+        assert report.refetched_tokens
+        assert report.reprefilled_tokens <= 200
+    for name, prompt in prompts.items():
+        assert pair.d.answer(name)[: 200 + answers[name]] == answer_of(prompt, answers[name])
+
+
+def most_held(group: KvGroup, tokens: int) -> int:
+    """Blocks of a group that a request of so many tokens has at most, between two steps."""
+    whole = -(-tokens // group.block_size)
+    return {KvGroupKind.FULL: whole, KvGroupKind.STATE: 1}.get(group.kind) or -(-group.window // group.block_size) + 1
 
 
 @pytest.mark.parametrize("failing", ["first group", "last group", "all"])

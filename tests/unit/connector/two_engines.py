@@ -46,7 +46,7 @@ from shared.contracts.kv_exchange import (
 from tests.unit.connector.real_scheduler import Engine, Layout, make_scheduler, next_token
 
 PATIENT = (("answer_s_max", 60.0), ("lease_s", 60.0), ("lease_s_max", 60.0), ("lease_share_max", 0.9))
-TURNS_MAX = 300
+TURNS_MAX = 500
 
 
 @cache
