@@ -149,7 +149,9 @@ class ConnectorScheduler:
     def bind(self, manager: KVCacheManager) -> None:
         """Set the engine's blocks."""
         pool = manager.block_pool
-        self._core.bind(pool, PoolBlockAllocator(pool, self.reader.groups), boundary_finder(manager.coordinator))
+        groups = self.reader.groups
+        find = boundary_finder(manager.coordinator, groups.beyond)
+        self._core.bind(pool, PoolBlockAllocator(pool, groups), find)
         self.holder.watch(pool)
 
     def describe(self, ranks: list[KvRank], blocks: int) -> None:
@@ -394,10 +396,12 @@ class NotificationSocket:
             self._socket.close()
 
 
-def boundary_finder(coordinator: KVCacheCoordinator) -> FindBoundary:
-    """The lookup of vLLM itself, which says for each group which blocks a request needs to continue."""
-    # With one group, what a drafter lets vLLM drop counts in the maximum.
-    dropped = coordinator.single_type_managers[0].block_size if _drops(coordinator) else 0
+def boundary_finder(coordinator: KVCacheCoordinator, beyond: int = 0) -> FindBoundary:
+    """The lookup of vLLM itself, which says for each group which blocks a request needs to continue. ``beyond``: see
+    ``GroupPlan``.
+    """
+    # With one group, vLLM's maximum is of what it finds before it drops the end.
+    dropped = beyond if len(coordinator.single_type_managers) == 1 else 0
 
     def find(hashes: list[bytes], tokens_max: int) -> tuple[list[Part], int]:
         named: Any = hashes  # vLLM's type of a hash is bytes under another name.
@@ -405,10 +409,6 @@ def boundary_finder(coordinator: KVCacheCoordinator) -> FindBoundary:
         return [_without_nulls(blocks) for blocks in groups], tokens
 
     return find
-
-
-def _drops(coordinator: KVCacheCoordinator) -> bool:
-    return len(coordinator.single_type_managers) == 1 and bool(coordinator.eagle_group_ids)
 
 
 def _without_nulls(blocks: Sequence[KVCacheBlock]) -> Part:

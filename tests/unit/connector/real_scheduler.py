@@ -253,7 +253,7 @@ class Engine:
         groups = GroupPlan(list(layout.groups), self.unit, aligned, beyond=beyond)
         from connector.scheduler.connector_scheduler import boundary_finder  # imports vLLM
 
-        self.holder.bind(self.pool, groups, boundary_finder(self.manager.coordinator))
+        self.holder.bind(self.pool, groups, boundary_finder(self.manager.coordinator, beyond))
         self.holder.watch(self.pool)
         self.alignment = aligned
         largest = max(group.block_size for group in layout.groups)
