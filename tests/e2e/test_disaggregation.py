@@ -31,6 +31,19 @@ def send(system: System, prompt: list[int], mode: str, **fields: Any) -> httpx.R
     return answer
 
 
+def listens_on_loopback_alone(system: System) -> None:
+    """Raises AssertionError if a process accepts connections or datagrams elsewhere."""
+    found = system.addresses()
+    assert set(found) == {"127.0.0.1"}, found
+    commands = " ".join(found["127.0.0.1"])
+    assert all(name in commands for name in ("nats-server", "services.router", "services.collector", "services.worker"))
+
+
+def test_no_process_of_a_system_on_loopback_listens_elsewhere(simulated: System):
+    """NIXL's ports too."""
+    listens_on_loopback_alone(simulated)
+
+
 def tokens(answer: httpx.Response) -> list[str]:
     return answer.json()["choices"][0]["logprobs"]["tokens"]
 

@@ -10,7 +10,6 @@ import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from shared.bus.nats_credentials import new_seed
 from shared.contracts.channels import Party
 from shared.runtime.service import EXIT_CONFIGURATION
 from tests.e2e.conftest import START_S_MAX
+from tests.e2e.test_disaggregation import listens_on_loopback_alone
 from tests.support.nats_server import free_port, is_free
 from tests.support.system import GUARD_S_MAX, STOP_S_MAX, Launched, System, baton, until
 
@@ -85,33 +85,6 @@ def test_every_command_finds_the_keys_of_the_running_system(system: System):
     ):
         run = partial(baton, *command, "--state-dir", str(system.folder))
         until(lambda run=run: run()[0] == 0, f"baton {' '.join(command)} works")
-
-
-@pytest.mark.parametrize("transfer", ["nixl", "tcp"])
-def test_no_process_of_a_system_on_loopback_listens_elsewhere(
-    transfer: str, request: pytest.FixtureRequest, tmp_path: Path
-):
-    """``simulated`` moves KV over NIXL; the other system has every kind of process that a host can have."""
-    with ExitStack() as started:
-        if transfer == "nixl":
-            system = request.getfixturevalue("simulated")
-        else:
-            options = ("--both", "1", "--store", "1", "--routers", "2", "--workers-max", "2")
-            tcp = {"WORKER_SIMULATED": "transfer=tcp"}
-            system = started.enter_context(System(tmp_path, *SIMULATED, *options, env=tcp)).wait_ready(START_S_MAX)
-        found = system.addresses()
-
-    assert set(found) == {"127.0.0.1"}, found
-    commands = " ".join(found["127.0.0.1"])
-    assert all(name in commands for name in ("nats-server", "services.router", "services.collector", "services.worker"))
-
-
-def test_open_is_the_way_without_keys_and_says_so(tmp_path: Path):
-    with System(tmp_path, *SIMULATED, "--open", "--both", "1") as system:
-        system.wait_said("NATS is open", START_S_MAX)
-        until(lambda: f"nats://127.0.0.1:{system.nats_port}" in system.said(), "NATS listens without TLS")
-
-    assert not (tmp_path / "cluster").exists()
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="this machine has no IPv6")
@@ -314,9 +287,11 @@ def test_baton_health_works_with_the_services_own_key(system: System):
     assert nobody == 1
 
 
-def test_down_from_another_terminal_ends_everything(tmp_path: Path):
-    with System(tmp_path, *SIMULATED, "--both", "1") as system:
-        system.wait_ready(START_S_MAX)
+def test_a_system_of_all_kinds_listens_on_loopback_alone_and_down_ends_it(tmp_path: Path):
+    """It has every kind of process that a host can have; its KV goes over TCP."""
+    kinds = ("--both", "1", "--store", "1", "--routers", "2", "--workers-max", "2")
+    with System(tmp_path, *SIMULATED, *kinds, env={"WORKER_SIMULATED": "transfer=tcp"}) as system:
+        listens_on_loopback_alone(system.wait_ready(START_S_MAX))
 
         code, out, _err = baton("down", "--state-dir", str(tmp_path))
 
@@ -326,13 +301,15 @@ def test_down_from_another_terminal_ends_everything(tmp_path: Path):
         assert all(is_free(port) for port in (system.port, system.collector_port, system.nats_port))
 
 
-def test_ctrl_c_while_it_starts_leaves_nothing(tmp_path: Path):
-    with System(tmp_path, *SIMULATED, "--both", "1") as system:
-        system.wait_said("nats", START_S_MAX)
+def test_open_is_the_way_without_keys_and_ctrl_c_while_it_starts_leaves_nothing(tmp_path: Path):
+    with System(tmp_path, *SIMULATED, "--open", "--both", "1") as system:
+        system.wait_said("NATS is open", START_S_MAX)
+        until(lambda: f"nats://127.0.0.1:{system.nats_port}" in system.said(), "NATS listens without TLS")
 
         system.end(signal.SIGINT)
 
         assert all(is_free(port) for port in (system.port, system.collector_port, system.nats_port))
+    assert not (tmp_path / "cluster").exists()
 
 
 def test_ctrl_c_under_load_lets_what_runs_finish_and_leaves_nothing(tmp_path: Path):
