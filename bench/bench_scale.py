@@ -18,7 +18,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -38,6 +38,7 @@ from bench.scale_fleet import (
     QUIET_REPORTS_PER_S,
     REPORTS_PER_S,
 )
+from services.worker.engines.simulated.core.groups import Kind
 from tests.support.nats_server import NatsServer, free_port
 
 T = TypeVar("T")
@@ -83,6 +84,8 @@ class Size:
     rounds: int = 3
     sent_share_min: float = 0.97
     """Of the messages that a rate means, so many must be sent."""
+    groups: Kind = "full"
+    """Layers of the workers' model: state, or full attention alone."""
 
 
 QUICK = Size(placements=500, share_s=4.0, requests=1000, rounds=1)
@@ -140,7 +143,16 @@ class System:
         folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
         self.nats = self._stack.enter_context(NatsServer(folder, has_buckets=True))
         pin(self.nats.pid, OTHER_CORE)
-        options = ["--roles", self.roles, "--entries", str(self.size.entries), "--workers", str(self.workers)]
+        options = [
+            "--roles",
+            self.roles,
+            "--groups",
+            self.size.groups,
+            "--entries",
+            str(self.size.entries),
+            "--workers",
+            str(self.workers),
+        ]
         self.fleet = self._child(OTHER_CORE, "bench.scale_fleet", self.nats.url, *options)
         return self
 
@@ -694,10 +706,11 @@ def routers_lines(size: Size, served: list[Served], shares: list[float]) -> list
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="short runs")
+    parser.add_argument("--groups", choices=("full", "state"), default="full", help="layers of the workers' model")
     parser.add_argument("--only", choices=PARTS, help="measure one part; the page keeps the others")
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/scale.md"))
     options = parser.parse_args()
-    size = QUICK if options.quick else Size()
+    size = replace(QUICK if options.quick else Size(), groups=options.groups)
     parts = {name: measured(name, size) for name in PARTS if options.only in (None, name)}
     text = page(HEAD, parts, PARTS, options.out.read_text() if options.out.exists() else "")
     print(text)
@@ -715,7 +728,8 @@ def measured(part: str, size: Size) -> Measured:
             of.lines = upkeep_lines(measure_upkeep(size))
         else:
             of.lines = routers_lines(size, *measure_routers(size))
-    quick = "; short runs" if size == QUICK else ""
+    quick = "; short runs" if size.rounds == QUICK.rounds else ""
+    quick += "; a model with states" if size.groups == "state" else ""
     of.said = f"Commit {commit()}{quick}. {of.said}"
     return of
 

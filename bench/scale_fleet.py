@@ -24,6 +24,7 @@ import uvloop
 
 from bench.index_load import Load
 from services.worker.engines.port import EngineTokens
+from services.worker.engines.simulated.core.groups import Kind, hash_scheme
 from services.worker.engines.simulated.jobs import JobMaker, engine_tokens
 from services.worker.engines.simulated.model import SimulatedTokenizer
 from services.worker.tiny_model import TINY_MODEL, ensure_tiny_tokenizer
@@ -41,12 +42,13 @@ from shared.contracts.kv_events import (
     KvEventBatch,
     KvEventKind,
     KvSnapshot,
+    KvTier,
     pack_hashes,
 )
 from shared.contracts.kv_exchange import KvExchangeState
 from shared.contracts.load import LOAD_HZ_MAX, LOAD_PERIOD_S_MAX, EngineSpeed, LoadReport, StepTotals
 from shared.contracts.message import WIRE_VERSION
-from shared.contracts.workers import WORKER_RECORD_TTL_S, Fingerprint, HashScheme, Role, WorkerPhase, WorkerRecord
+from shared.contracts.workers import WORKER_RECORD_TTL_S, Fingerprint, Role, WorkerPhase, WorkerRecord
 from shared.runtime.settings import CommonSettings
 
 BLOCK_TOKENS = 16
@@ -81,8 +83,15 @@ def hot_blocks(number: int, worker: int, blocks: int) -> int:
     return chance.choice((0, 0, 0, chance.randrange(1, blocks)))
 
 
-def xor_of(packed: bytes) -> int:
-    return int(np.bitwise_xor.reduce(np.frombuffer(packed, ">u8"), initial=0))
+def xor_of(packed: bytes, tier: KvTier = KvTier.DEVICE) -> int:
+    """Of the hashes, as ``KvDigest.xor`` has them in a tier."""
+    xor, bits = int(np.bitwise_xor.reduce(np.frombuffer(packed, ">u8"), initial=0)), 21 * list(KvTier).index(tier)
+    return (xor << bits | xor >> (64 - bits)) & (1 << 64) - 1
+
+
+def end_of(packed: bytes) -> bytes:
+    """The last hash."""
+    return packed[-BLOCK_HASH_BYTES:]
 
 
 def speed(worker: int) -> EngineSpeed:
@@ -105,7 +114,8 @@ def speed(worker: int) -> EngineSpeed:
 class PlayedWorker:
     """One worker's state, and the messages that it sends."""
 
-    def __init__(self, number: int, role: Role, revision: str) -> None:
+    def __init__(self, number: int, role: Role, revision: str, groups: Kind = "full") -> None:
+        """``groups``: full, or state, which is kept at the end of each chain and of each step."""
         self.number = number
         self.worker_id = WorkerId(f"w{number}")
         self.role = role
@@ -115,6 +125,9 @@ class PlayedWorker:
         """Chains, packed."""
         self.prompts: set[int] = set()
         """Blocks of the load client's prompts that it holds."""
+        self.has_states = groups == "state"
+        self.ends: set[int] = set()
+        """Blocks of these at whose ends it holds states."""
         self.churn: deque[bytes] = deque()
         """What its last KV events stored."""
         self.removed = 0
@@ -140,7 +153,7 @@ class PlayedWorker:
                 connector="baton-1/played",
                 engine_version="played",
             ),
-            hashing=HashScheme(block_size=BLOCK_TOKENS),
+            hashing=hash_scheme(groups, BLOCK_TOKENS),
             kv_tokens=20_000 * BLOCK_TOKENS,
             legs_max=LEGS_MAX,
             host="h",
@@ -150,12 +163,16 @@ class PlayedWorker:
 
     def store(self, packed: bytes, *, removed: bytes = b"") -> KvEventBatch:
         """The event batch that stores some blocks and removes others."""
-        events = [KvEvent(kind=KvEventKind.STORED, hashes=packed)]
-        if removed:
-            events.append(KvEvent(kind=KvEventKind.REMOVED, hashes=removed))
+        events = []
+        for tier, of in (KvTier.DEVICE, bytes), (KvTier.BOUNDARY, end_of):
+            if tier is KvTier.DEVICE or self.has_states:
+                stored, gone = of(packed), of(removed)
+                events.append(KvEvent(kind=KvEventKind.STORED, hashes=stored, tier=tier))
+                if gone:
+                    events.append(KvEvent(kind=KvEventKind.REMOVED, hashes=gone, tier=tier))
+                self.blocks += (len(stored) - len(gone)) // BLOCK_HASH_BYTES
+                self.xor ^= xor_of(stored, tier) ^ xor_of(gone, tier)
         self.seq += 1
-        self.blocks += (len(packed) - len(removed)) // BLOCK_HASH_BYTES
-        self.xor ^= xor_of(packed) ^ xor_of(removed)
         return KvEventBatch(worker_id=self.worker_id, epoch=EPOCH, seq=self.seq, events=events)
 
     def computed(self, blocks: int) -> KvEventBatch:
@@ -167,8 +184,22 @@ class PlayedWorker:
         return self.store(fresh, removed=removed)
 
     def snapshot(self) -> KvSnapshot:
-        hashes = b"".join([*self.held, *self.churn])
-        return KvSnapshot(worker_id=self.worker_id, epoch=EPOCH, seq=self.seq, hashes=hashes)
+        chains = [*self.held, *self.churn]
+        return KvSnapshot(
+            worker_id=self.worker_id,
+            epoch=EPOCH,
+            seq=self.seq,
+            hashes=b"".join(chains),
+            boundary_hashes=b"".join(map(end_of, chains)) if self.has_states else b"",
+        )
+
+    def cached(self, hashes: Sequence[int], tokens: int) -> int:
+        """Tokens of a prompt of the load client of which it can make use."""
+        depth = next((at for at, block in enumerate(hashes) if block not in self.prompts), len(hashes))
+        depth = min(depth, (tokens - 1) // BLOCK_TOKENS)
+        while self.has_states and depth and hashes[depth - 1] not in self.ends:
+            depth -= 1
+        return depth * BLOCK_TOKENS
 
     def report(self) -> LoadReport:
         """Busy to some degree; every number has changed since the last one."""
@@ -236,10 +267,13 @@ class Rate(NamedTuple):
 class Fleet:
     """All played workers behind one connection."""
 
-    def __init__(self, bus: Bus, records: KeyValueStore[WorkerRecord], load: Load, roles: Sequence[Role]) -> None:
+    def __init__(
+        self, bus: Bus, records: KeyValueStore[WorkerRecord], load: Load, roles: Sequence[Role], groups: Kind
+    ) -> None:
         self.tokenizer = SimulatedTokenizer(ensure_tiny_tokenizer(Path(CommonSettings().cache_dir)))
         self.jobs = JobMaker(self.tokenizer, [TINY_MODEL], CONTEXT_TOKENS)
         self.bus, self.records, self.load, self.roles = bus, records, load, roles
+        self.groups = groups
         self.workers: list[PlayedWorker] = []
         self.by_id: dict[WorkerId, PlayedWorker] = {}
         self.counts = Counts()
@@ -287,14 +321,12 @@ class Fleet:
     async def serve(self, start: StartLeg, _envelope: Envelope) -> None:
         """Answer a leg at once; the report says what the worker really holds of the prompt."""
         worker, read = self.by_id[start.worker_id], await self.read_body(start.path, start.body)
-        depth = next((at for at, block in enumerate(read.hashes) if block not in worker.prompts), len(read.hashes))
-        cached = min(depth, (len(read.tokens) - 1) // BLOCK_TOKENS) * BLOCK_TOKENS
         is_prefill = start.kind is LegKind.PREFILL
         self.counts.prefill_legs += is_prefill
         self.counts.decode_legs += not is_prefill
         report = LegReport(
             prompt_tokens=len(read.tokens),
-            cached_tokens=cached,
+            cached_tokens=worker.cached(read.hashes, len(read.tokens)),
             completion_tokens=1 if is_prefill else COMPLETION_TOKENS,
             prefill_s=0.01,
             kv_transfer=b"{}" if is_prefill else b"",
@@ -321,7 +353,7 @@ class Fleet:
         """Have so many workers."""
         revision = "1"
         for number in range(len(self.workers), count):
-            worker = PlayedWorker(number, self.roles[number % len(self.roles)], revision)
+            worker = PlayedWorker(number, self.roles[number % len(self.roles)], revision, self.groups)
             self.workers.append(worker)
             self.by_id[worker.worker_id] = worker
         await self.renew()
@@ -360,6 +392,7 @@ class Fleet:
             worker.prompts.update(new)
             cached += len(read.hashes)
             if new:
+                worker.ends.add(new[-1])
                 await self.hold(worker, pack_hashes(new))
         return {**self.holding(), "prompt_blocks": cached}
 
@@ -440,7 +473,7 @@ async def run(options: argparse.Namespace) -> None:
     bus = await connect_nats(options.url, name="fleet", frame_budget_bytes=64 * 1024 * 1024)
     roles = {"both": (Role.BOTH,), "apart": (Role.PREFILL, Role.DECODE)}[options.roles]
     load = Load(options.entries, workers=options.workers, blocks=options.blocks)
-    fleet = Fleet(bus, await bus.key_value_store(WORKER_RECORDS), load, roles)
+    fleet = Fleet(bus, await bus.key_value_store(WORKER_RECORDS), load, roles, options.groups)
     await fleet.open()
     lines = asyncio.StreamReader(limit=64 * 1024 * 1024)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
@@ -457,6 +490,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("url")
     parser.add_argument("--roles", choices=("both", "apart"), default="both")
+    parser.add_argument("--groups", choices=("full", "state"), default="full")
     parser.add_argument("--entries", type=int, default=10_000_000)
     parser.add_argument("--workers", type=int, default=1000)
     parser.add_argument("--blocks", type=int, default=512)

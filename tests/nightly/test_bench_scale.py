@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from bench.bench_scale import ROUTERS, TINY, measure_placement, measure_routers, measure_upkeep
@@ -10,8 +12,9 @@ from bench.peer_checks import RunFailed
 pytestmark = pytest.mark.slow
 
 
-def test_placements_are_timed_in_a_router_that_knows_the_fleet():
-    rows = measure_placement(TINY, "apart", TINY.workers)
+@pytest.mark.parametrize("groups", ["full", "state"])
+def test_placements_are_timed_in_a_router_that_knows_the_fleet(groups):
+    rows = measure_placement(replace(TINY, groups=groups), "apart", TINY.workers)
 
     assert [(row.kind, row.sending) for row in rows] == [
         ("one", "quiet"), ("many", "quiet"), ("one", "busy"), ("many", "busy"),

@@ -8,6 +8,7 @@ from bench.bench_scale import TRIES, Served, Size, System, relative
 from bench.peer_checks import RunFailed
 from bench.scale_fleet import PlayedWorker, xor_of
 from services.router.state.prefix_index import PrefixIndex
+from shared.contracts.kv_events import KvTier
 from shared.contracts.workers import Role
 
 
@@ -24,8 +25,9 @@ def test_the_router_that_is_full_first_bounds_the_throughput():
     assert said["all_serve_uneven"] == pytest.approx(200 / 250 / 0.3)
 
 
-def test_a_played_worker_sends_digests_of_what_it_holds():
-    worker, index = PlayedWorker(1, Role.BOTH, "r"), PrefixIndex()
+@pytest.mark.parametrize("groups", ["full", "state"])
+def test_a_played_worker_sends_digests_of_what_it_holds(groups):
+    worker, index = PlayedWorker(1, Role.BOTH, "r", groups), PrefixIndex()
     index.join(worker.worker_id, 1)
     assert index.restore(worker.snapshot())
     for _ in range(100):
@@ -35,7 +37,19 @@ def test_a_played_worker_sends_digests_of_what_it_holds():
     assert digest is not None
     assert not index.check(worker.worker_id, 1, digest)
     assert index.count(worker.worker_id) == digest.count
-    assert digest.xor == xor_of(worker.snapshot().hashes)
+    snapshot = worker.snapshot()
+    assert digest.xor == xor_of(snapshot.hashes) ^ xor_of(snapshot.boundary_hashes, KvTier.BOUNDARY)
+    assert bool(snapshot.boundary_hashes) == (groups == "state")
+
+
+def test_a_played_worker_with_states_makes_use_of_a_prompt_up_to_a_boundary():
+    full, states = (PlayedWorker(1, Role.BOTH, "r", groups) for groups in ("full", "state"))
+    for worker in (full, states):
+        worker.prompts.update(range(8))
+        worker.ends.update({4, 7})
+
+    assert [full.cached(range(8), tokens) for tokens in (129, 128, 16)] == [128, 112, 0]
+    assert [states.cached(range(8), tokens) for tokens in (129, 128, 16)] == [128, 80, 0]
 
 
 class PlayedFleet:
