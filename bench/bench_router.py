@@ -31,7 +31,7 @@ from tests.support.nats_server import NatsServer, free_port
 
 ROUTER_CORE, OTHER_CORE = "0", "1"
 READY_S_MAX = 120.0
-IDLE_S, IDLE_WINDOWS = 1.5, 3
+IDLE_S, IDLE_WINDOWS, IDLE_WINDOWS_MAX = 1.5, 3, 12
 LOG_SHOWN_CHARS = 3000
 SHORT_TOKENS, LONG_TOKENS = 100, 8000
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -112,9 +112,11 @@ class System:
         self.measure_idle()
 
     def measure_idle(self) -> None:
-        """The least of some windows: a router that answers may still load its tokenizers."""
-        used_s = []
-        for _ in range(IDLE_WINDOWS):
+        """The least of some windows, until the last one is not the least: a router that answers may still load its
+        tokenizers, on a busy machine for long.
+        """
+        used_s: list[float] = []
+        while len(used_s) < IDLE_WINDOWS or (used_s[-1] <= min(used_s) and len(used_s) < IDLE_WINDOWS_MAX):
             before = self.cpu_s()
             time.sleep(IDLE_S)
             used_s.append(self.cpu_s() - before)
