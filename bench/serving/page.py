@@ -200,6 +200,7 @@ def summary(runs: Runs, loads: Sequence[Load]) -> list[str]:
     """Baton's auto against the best of the others, load by load."""
     others = [name for name in NAMES if name not in BATONS]
     rows: list[list[object]] = []
+    behind = []
     for load in loads:
         by_name = runs[load.name]
         for what, figure in FIGURES.items():
@@ -207,6 +208,9 @@ def summary(runs: Runs, loads: Sequence[Load]) -> list[str]:
                 continue  # The client decides that.
             rival = best(by_name, others, figure)
             own = best(by_name, BATONS, figure)
+            first = best(by_name, NAMES, figure)
+            if median(ratios(by_name[AUTO], by_name[first], figure)) < 1.0 - AHEAD:
+                behind.append(f"{load.name} ({what}, {first})")
             rows.append([
                 load.name,
                 what,
@@ -216,10 +220,15 @@ def summary(runs: Runs, loads: Sequence[Load]) -> list[str]:
                 ranged(ratios(by_name[own], by_name[rival], figure), ".2f"),
                 ranged(ratios(by_name[AUTO], by_name[own], figure), ".2f"),
             ])  # fmt: skip
-    return table(
-        "load | figure | best of the others | auto / it | best of Baton's | it / best of the others | auto / best of Baton's",
-        rows,
-    )
+    where = f"by more than {AHEAD:.0%} at: {', '.join(behind)}" if behind else f"nowhere by more than {AHEAD:.0%}"
+    return [
+        f"`{AUTO.removeprefix('Baton ')}` is behind the best of all systems {where}.",
+        "",
+        *table(
+            "load | figure | best of the others | auto / it | best of Baton's | it / best of the others | auto / best of Baton's",
+            rows,
+        ),
+    ]
 
 
 def processes_table(runs: Runs, loads: Sequence[Load], idle: dict[str, list[dict[str, float]]]) -> list[str]:
