@@ -22,6 +22,7 @@ from shared.contracts.kv_exchange import KvOffer, KvTransferReport
 from shared.contracts.workers import WorkerPhase
 from tests.support.kv_driver import BLOCK, Driver, driving
 from tests.support.kv_tap import Tap
+from tests.support.model_families import FAMILIES, Family
 from tests.support.nats_server import NatsServer
 from tests.support.processes import freeze
 from tests.support.prompts import random_prompt
@@ -31,11 +32,19 @@ from tests.support.worker_processes import WorkerProcess, start_worker, wait_rea
 PREFILL, DECODE = "p1", "d1"
 LEASE_S = 6.0
 CHUNK_TOKENS = 256
-"""Prompt tokens that the prefill engine computes in one step."""
-DECODE_TOKENS = 2048
-"""The decode engine's KV memory, of which vLLM reserves a block."""
-HALF_TOKENS = 960
-"""Two prompts of this length leave the decode engine memory for about 100 tokens more."""
+"""Prompt tokens that the prefill engine computes in one step; of a model with a state a block's, as a CPU needs it."""
+LEN_MAX = 2000
+"""Tokens of a request at most."""
+HALF_TOKENS = 950
+"""Two prompts of this length leave the decode engine a block: see ``decode_memory``. Their tails are less than a block:
+beside an answer, an engine that computes a block's tokens in a step has no room for a whole one.
+"""
+HUNGRY_TOKENS, VICTIM_TOKENS = 600, 150
+"""Tokens of the answers of two that do not fit. The second one is preempted while it answers."""
+WINDOW_STEP_TOKENS = 32
+"""Tokens that a decode engine with windows computes in a step, so that a request fits where two do not."""
+STEPS_AT_ONCE = 2
+"""Steps under way: vLLM schedules one while another is computed."""
 START_S_MAX = 480.0
 LEG_S_MAX = 40.0
 """Maximum duration of any leg in these tests, under any fault."""
@@ -48,13 +57,26 @@ class Model:
 
     settings: Mapping[str, str] = field(default_factory=dict)
     """Of a worker that serves it."""
-    block: int = BLOCK
-    """Tokens of a KV block."""
-    decode_tokens: int = DECODE_TOKENS
-    """What the decode engine's blocks hold, if all of them are of layers with full attention."""
+    family: Family = FAMILIES["llama"]
+
+    @property
+    def block(self) -> int:
+        """Tokens of a KV block."""
+        return self.family.block
 
 
 TINY = Model()
+
+
+def decode_memory(family: Family) -> str:
+    """The decode engine's arguments. Its memory holds two requests of ``HALF_TOKENS`` and a block more, or the longest
+    request that it must be able to hold.
+    """
+    two = 2 * family.blocks(HALF_TOKENS + 1) + 1
+    longest = family.blocks(LEN_MAX, STEPS_AT_ONCE * WINDOW_STEP_TOKENS)
+    memory = f"--num-gpu-blocks-override {1 + max(two, longest)}"  # VLLM keeps one for itself.
+    step = f"--max-num-batched-tokens {WINDOW_STEP_TOKENS} --max-num-seqs {WINDOW_STEP_TOKENS}"
+    return f"{memory} {step}" if family.windows else memory
 
 
 @contextmanager
@@ -107,8 +129,8 @@ def start_prefill(url: str, folder: Path, model: Model) -> WorkerProcess:
         role="prefill",
         cpu_cores="0",
         kv_lease_s=str(LEASE_S),
-        max_model_len="2000",
-        engine_args=f"--max-num-batched-tokens {CHUNK_TOKENS}",
+        max_model_len=str(LEN_MAX),
+        engine_args=f"--max-num-batched-tokens {model.block if model.family.states else CHUNK_TOKENS}",
         **model.settings,
     )
 
@@ -122,8 +144,8 @@ def start_decode(url: str, folder: Path, model: Model) -> WorkerProcess:
         role="decode",
         cpu_cores="1",
         kv_lease_s=str(LEASE_S),
-        max_model_len="2000",
-        engine_args=f"--num-gpu-blocks-override {model.decode_tokens // model.block}",
+        max_model_len=str(LEN_MAX),
+        engine_args=decode_memory(model.family),
         **model.settings,
     )
 
@@ -223,7 +245,10 @@ async def start_two_that_do_not_fit(
                 fields={"stream": True, "max_tokens": tokens},
                 **more,
             )
-            for prompt, offer, tokens, more in ((first, offers[0], 600, {}), (second, offers[1], 60, options))
+            for prompt, offer, tokens, more in (
+                (first, offers[0], HUNGRY_TOKENS, {}),
+                (second, offers[1], VICTIM_TOKENS, options),
+            )
         ]
         tokens = len(first) + len(second)
         await driver.tap.until(lambda: driver.tap.loads[DECODE].waiting_tokens >= tokens, "both are at the engine")

@@ -18,9 +18,9 @@ from tests.engines.kv_boundaries import (
     prove_handoffs,
     prove_too_short,
 )
-from tests.engines.kv_pair import DECODE_TOKENS, Model, driver_of, kv_pair
+from tests.engines.kv_pair import Model, driver_of, kv_pair
 from tests.support.kv_driver import MODEL
-from tests.support.model_families import make_model
+from tests.support.model_families import FAMILIES, make_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.nats, pytest.mark.slow]
 
@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.nats, pytest.mark.slow]
 )
 def test_a_boundary_is_handed_over(tmp_path, family: str, kind: KvGroupKind, forges: list[Forge]):
     settings = {"model": str(make_model(family, tmp_path)), "served_model_name": MODEL}
-    with kv_pair(tmp_path, Model(settings, decode_tokens=4 * DECODE_TOKENS)) as pair:
+    with kv_pair(tmp_path, Model(settings, FAMILIES[family])) as pair:
 
         async def prove() -> None:
             assert pair.prefill.record is not None

@@ -22,6 +22,7 @@ from tests.engines.kv_pair import (
     LEASE_S,
     LEG_S_MAX,
     PREFILL,
+    VICTIM_TOKENS,
     Pair,
     driver_of,
     kill,
@@ -190,7 +191,7 @@ async def test_a_client_that_leaves_at_any_phase_leaves_nothing_behind(pair: Pai
 @pytest.mark.usefixtures("lending")
 async def test_a_preempted_decode_request_fetches_again_and_computes_only_its_tail(pair: Pair, driver: Driver):
     first, second = random_prompt(60, HALF_TOKENS), random_prompt(61, HALF_TOKENS)
-    expected = await driver.alone(PREFILL, second, 60)
+    expected = await driver.alone(PREFILL, second, VICTIM_TOKENS)
 
     hungry, victim = await start_two_that_do_not_fit(pair.decode, driver, first, second)
     await remaining_frames(hungry)
@@ -201,7 +202,7 @@ async def test_a_preempted_decode_request_fetches_again_and_computes_only_its_ta
     assert tokens_of(frames) == expected
     assert transfer_report.preemptions >= 1
     assert transfer_report.refetched_tokens > 0
-    assert transfer_report.reprefilled_tokens <= 60 + pair.model.block
+    assert transfer_report.reprefilled_tokens <= VICTIM_TOKENS + pair.model.block
     assert transfer_report.recomputed_tokens <= pair.model.block
 
 

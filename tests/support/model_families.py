@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass, field
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from services.worker.tiny_model import BOS_ID, EOS_ID, ensure_tiny_tokenizer
 VOCABULARY_MAX = 4096
 WINDOW = 64
 """Tokens of a window or chunk: two blocks."""
+STATE_BLOCKS = 2
+"""Of a group: the state that a request goes on from, and the one that it writes."""
 COMMON = {
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -80,6 +83,22 @@ class Family:
     """From ``COMMON``; None takes a key away."""
     block: int = 32
     """Tokens of a KV block in vLLM's CPU backend."""
+    has_full: bool = True
+    """Whether some layers have full attention: a group of KV cache blocks."""
+    windows: int = 0
+    """Groups of layers with a window."""
+    window_block: int = 32
+    """Tokens of a block of theirs."""
+    states: int = 0
+    """Groups of layers with a state."""
+
+    def blocks(self, tokens: int, step: int = 1) -> int:
+        """Blocks of vLLM's pool, which serves all groups, that a request of so many tokens holds at most. ``step``: tokens
+        that the engine may compute before it frees what a window has left.
+        """
+        full = ceil(tokens / self.block) if self.has_full else 0
+        window = ceil((WINDOW - 1 + step) / self.window_block) + 1
+        return full + self.windows * window + self.states * STATE_BLOCKS
 
 
 FAMILIES = {
@@ -87,13 +106,13 @@ FAMILIES = {
     "qwen3": Family("Qwen3Config"),
     "qwen3-moe": Family("Qwen3MoeConfig", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}),
     "mistral": Family("MistralConfig", {"sliding_window": None}),
-    "mistral-window": Family("MistralConfig", {"sliding_window": WINDOW}),
+    "mistral-window": Family("MistralConfig", {"sliding_window": WINDOW}, has_full=False, windows=1),
     "granite": Family("GraniteConfig"),
     "gemma-2": Family(
-        "Gemma2Config", {"tie_word_embeddings": True, "sliding_window": WINDOW, "query_pre_attn_scalar": 32}
+        "Gemma2Config", {"tie_word_embeddings": True, "sliding_window": WINDOW, "query_pre_attn_scalar": 32}, windows=1
     ),
     "gemma-3": Family(
-        "Gemma3TextConfig", {"num_hidden_layers": 6, "sliding_window": WINDOW, "query_pre_attn_scalar": 32}
+        "Gemma3TextConfig", {"num_hidden_layers": 6, "sliding_window": WINDOW, "query_pre_attn_scalar": 32}, windows=5
     ),
     "gemma-4": Family(
         "Gemma4TextConfig",
@@ -104,8 +123,10 @@ FAMILIES = {
             "hidden_size_per_layer_input": 0,
             "num_kv_shared_layers": 0,
         },
+        windows=5,
+        window_block=64,
     ),
-    "gpt-oss": Family("GptOssConfig", EXPERTS | {"sliding_window": WINDOW}),
+    "gpt-oss": Family("GptOssConfig", EXPERTS | {"sliding_window": WINDOW}, windows=1),
     "llama-4": Family(
         "Llama4TextConfig",
         {
@@ -116,7 +137,7 @@ FAMILIES = {
             "interleave_moe_layer_step": 1,
         },
     ),
-    "cohere-2": Family("Cohere2Config", {"sliding_window": WINDOW, "tie_word_embeddings": True}),
+    "cohere-2": Family("Cohere2Config", {"sliding_window": WINDOW, "tie_word_embeddings": True}, windows=3),
     "deepseek-v2": Family("DeepseekV2Config", LATENT, block=16),
     "qwen3-next": Family(
         "Qwen3NextConfig",
@@ -133,13 +154,15 @@ FAMILIES = {
             "head_dim": 256,
             "num_key_value_heads": 4,
         },
+        states=3,
     ),
     "granite-4": Family(
         "GraniteMoeHybridConfig",
         MAMBA_2 | EXPERTS | {"layer_types": ["mamba", "attention"] * 2, "shared_intermediate_size": 64},
         block=64,
+        states=1,
     ),
-    "falcon-h1": Family("FalconH1Config", MAMBA_2 | {"mamba_d_ssm": 256}, block=64),
+    "falcon-h1": Family("FalconH1Config", MAMBA_2 | {"mamba_d_ssm": 256}, block=64, states=1),
     "nemotron-h": Family(
         "NemotronHConfig",
         {
@@ -152,6 +175,7 @@ FAMILIES = {
             "chunk_size": 64,
         },
         block=64,
+        states=2,
     ),
     "lfm2": Family(
         "Lfm2Config",
@@ -165,6 +189,7 @@ FAMILIES = {
             "block_multiple_of": 256,
             "block_ffn_dim_multiplier": 1.0,
         },
+        states=1,
     ),
 }
 

@@ -16,5 +16,5 @@ from tests.support.model_families import FAMILIES, make_model
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     family, folder = request.param, tmp_path_factory.mktemp("kv-faults")
     settings = {"model": str(make_model(family, folder)), "served_model_name": MODEL}
-    with kv_pair(folder, Model(settings, FAMILIES[family].block)) as pair:
+    with kv_pair(folder, Model(settings, FAMILIES[family])) as pair:
         yield pair

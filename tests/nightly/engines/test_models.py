@@ -28,9 +28,10 @@ from tests.engines.kv_boundaries import (
 )
 from tests.engines.kv_pair import (
     DECODE,
-    DECODE_TOKENS,
     HALF_TOKENS,
+    LEN_MAX,
     PREFILL,
+    decode_memory,
     remaining_frames,
     report_of,
     start_two_that_do_not_fit,
@@ -68,6 +69,7 @@ class ModelCase:
     """How vLLM keeps its KV, for the page."""
     no_lookup: str = ""
     """Why this machine's engine finds no block by hash."""
+    no_preemption: str = ""
     no_lora: str = ""
     no_fp8: str = ""
     controls: tuple[Control, ...] = ()
@@ -95,20 +97,12 @@ CASES = {
     "gpt-oss": ModelCase("2 of 4 layers with a window; sinks", no_lora=NO_TRITON, controls=(WINDOW_CONTROL,)),
     "llama-4": ModelCase("3 of 4 layers in chunks", no_lora=NO_TRITON),
     "qwen3-next": ModelCase(
-        "3 of 4 layers are gated delta nets; experts", no_lora=NO_TRITON, no_fp8=NOT_TRIED, controls=(STATE_CONTROL,)
+        "3 of 4 layers are gated delta nets; experts", no_lora=NO_TRITON, controls=(STATE_CONTROL,)
     ),
-    "granite-4": ModelCase(
-        "2 of 4 layers are Mamba 2; experts", no_lora=NO_TRITON, no_fp8=NOT_TRIED, controls=(STATE_CONTROL,)
-    ),
-    "nemotron-h": ModelCase(
-        "2 of 4 layers are Mamba 2", no_lora=NOT_TRIED, no_fp8=NOT_TRIED, controls=(STATE_CONTROL,)
-    ),
-    "falcon-h1": ModelCase(
-        "each layer has attention and Mamba 2", no_lora=NOT_TRIED, no_fp8=NOT_TRIED, controls=(STATE_CONTROL,)
-    ),
-    "lfm2": ModelCase(
-        "2 of 4 layers are short convolutions", no_lora=NOT_TRIED, no_fp8=NOT_TRIED, controls=(STATE_CONTROL,)
-    ),
+    "granite-4": ModelCase("2 of 4 layers are Mamba 2; experts", no_lora=NO_TRITON, controls=(STATE_CONTROL,)),
+    "nemotron-h": ModelCase("2 of 4 layers are Mamba 2", controls=(STATE_CONTROL,)),
+    "falcon-h1": ModelCase("each layer has attention and Mamba 2", controls=(STATE_CONTROL,)),
+    "lfm2": ModelCase("2 of 4 layers are short convolutions", controls=(STATE_CONTROL,)),
 }
 
 
@@ -118,7 +112,7 @@ def pair(
 ) -> Iterator[tuple[str, list[WorkerProcess]]]:
     """NATS and a prefill and a decode worker; ``more``: of their settings."""
     with NatsServer(folder, has_buckets=True) as nats:
-        settings = {"model": str(model), "served_model_name": MODEL, "max_model_len": "2000", **more}
+        settings = {"model": str(model), "served_model_name": MODEL, "max_model_len": str(LEN_MAX), **more}
         prefill = {"role": "prefill", "cpu_cores": "0", "engine_args": engine_args}
         decode = {"role": "decode", "cpu_cores": "1", "engine_args": f"{engine_args} {decode_args}"}
         workers = [
@@ -142,31 +136,45 @@ async def driver_on(url: str) -> AsyncIterator[Driver]:
 
 @pytest.mark.parametrize("family", CASES)
 def test_a_family_answers_the_same_after_a_handoff(family: str, tmp_path: Path):
-    case, cells = CASES[family], dict.fromkeys(COLUMNS, "")
-    model = make_model(family, tmp_path)
-    memory = f"--num-gpu-blocks-override {(4 if case.controls else 1) * DECODE_TOKENS // FAMILIES[family].block}"
-    with pair(tmp_path, model, decode_args=memory) as (url, workers):
+    case = CASES[family]
+    with pair(tmp_path, make_model(family, tmp_path)) as (url, workers):
         hashing = hashing_of(workers)
         asyncio.run(prove_handoff(url, hashing, case))
-        cells["Preemption"] = NOT_TRIED  # How many blocks two requests take in several groups is not worked out.
-        if not hashing.boundaries:
-            asyncio.run(prove_preemption(url, workers[1], refetches=not case.no_lookup))
-            cells["Preemption"] = YES
         asyncio.run(prove_resume(url, hashing, case))
-        cells["Handoff"] = cells["Resume"] = YES
-        cells["Prefix hits"] = cells["Read-back"] = case.no_lookup or YES
         if not case.no_lookup:
             asyncio.run(prove_lookup(url, hashing))
-    cells["LoRA"] = case.no_lora or YES
+    looked_up = case.no_lookup or YES
+    check_page(family, {"Handoff": YES, "Resume": YES, "Prefix hits": looked_up, "Read-back": looked_up})
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_a_preempted_request_answers_the_same(family: str, tmp_path: Path):
+    case, memory = CASES[family], decode_memory(FAMILIES[family])
+    if not case.no_preemption:
+        with pair(tmp_path, make_model(family, tmp_path), decode_args=memory) as (url, workers):
+            asyncio.run(prove_preemption(url, workers[1], refetches=not case.no_lookup))
+    check_page(family, {"Preemption": case.no_preemption or YES})
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_a_prompt_of_an_adapter_is_handed_over(family: str, tmp_path: Path):
+    case = CASES[family]
     if not case.no_lora:
+        model = make_model(family, tmp_path)
         made = make_adapter(model, tmp_path / ADAPTER, seed=1)
         with pair(tmp_path, model, LORA_ARGS, lora_adapters=f"{ADAPTER}={made}") as (url, workers):
-            asyncio.run(prove_adapter(url, hashing_of(workers).align, no_lookup=bool(case.no_lookup)))
-    cells["fp8 KV"] = case.no_fp8 or (YES if can_fp8() else NOT_HERE)
-    if cells["fp8 KV"] == YES:
-        with pair(tmp_path, model, "--kv-cache-dtype fp8") as (url, workers):
+            asyncio.run(prove_adapter(url, hashing_of(workers), no_lookup=bool(case.no_lookup)))
+    check_page(family, {"LoRA": case.no_lora or YES})
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_kv_in_fp8_is_handed_over(family: str, tmp_path: Path):
+    case = CASES[family]
+    cell = case.no_fp8 or (YES if can_fp8() else NOT_HERE)
+    if cell == YES:
+        with pair(tmp_path, make_model(family, tmp_path), "--kv-cache-dtype fp8") as (url, workers):
             asyncio.run(prove_handoff(url, hashing_of(workers), case))
-    check_page(family, case, cells)
+    check_page(family, {"fp8 KV": cell})
 
 
 def can_fp8() -> bool:
@@ -194,17 +202,22 @@ async def prove_handoff(url: str, hashing: HashScheme, case: ModelCase) -> None:
 
 
 async def prove_preemption(url: str, decode: WorkerProcess, *, refetches: bool) -> None:
-    """The decode worker's memory does not hold two requests: one is preempted, and its KV read or computed again."""
+    """The decode worker's memory does not hold two requests: one is preempted, the second one or, if that waits for memory,
+    the first. Its KV is read or computed again.
+    """
     async with driver_on(url) as driver:
-        first, second = (random_prompt(f"preempted {number}", HALF_TOKENS) for number in range(2))
-        hungry, victim = await start_two_that_do_not_fit(decode, driver, first, second)
-        await remaining_frames(hungry)
-        frames = await remaining_frames(victim)
-        _leg_report, report = report_of(frames)
-        own = await driver.leg(PREFILL, LegKind.AGGREGATED, second, fields={"max_tokens": ANSWER_TOKENS})
-        assert tokens_of(frames) == own.token_ids, report
-        assert report.preemptions >= 1, report
-        assert bool(report.refetched_tokens) == refetches, report
+        prompts = [random_prompt(f"preempted {number}", HALF_TOKENS) for number in range(2)]
+        reports = []
+        for prompt, leg in zip(prompts, await start_two_that_do_not_fit(decode, driver, *prompts), strict=True):
+            frames = await remaining_frames(leg)
+            answer = tokens_of(frames)
+            own = await driver.leg(PREFILL, LegKind.AGGREGATED, prompt, fields={"max_tokens": len(answer)})
+            assert answer == own.token_ids
+            reports.append(report_of(frames)[1])
+        print(f"\n{reports}")
+        preempted = [report for report in reports if report.preemptions]
+        assert preempted
+        assert any(report.refetched_tokens for report in preempted) == refetches
 
 
 async def prove_resume(url: str, hashing: HashScheme, case: ModelCase) -> None:
@@ -241,7 +254,7 @@ async def prove_lookup(url: str, hashing: HashScheme) -> None:
         assert fetched > hashing.usable(len(first)), "some of the answer is read back"
 
 
-async def prove_adapter(url: str, block: int, *, no_lookup: bool) -> None:
+async def prove_adapter(url: str, hashing: HashScheme, *, no_lookup: bool) -> None:
     """A prompt of an adapter is handed over; its answers are not the model's, and neither are its cached blocks."""
     async with driver_on(url) as driver:
 
@@ -250,7 +263,8 @@ async def prove_adapter(url: str, block: int, *, no_lookup: bool) -> None:
             assert found.token_ids, found
             return found
 
-        prompt, tokens = random_prompt("adapter", 700), 700
+        prompt = random_prompt("adapter", 700)
+        usable = hashing.usable(len(prompt))
         alone = (await answer(ADAPTER, cache_salt=ALONE)).token_ids
         plain = (await answer(MODEL, cache_salt=ALONE)).token_ids
         assert alone != plain
@@ -258,22 +272,24 @@ async def prove_adapter(url: str, block: int, *, no_lookup: bool) -> None:
         offer = await driver.offered(PREFILL, prompt, fields=fields)
         taken = await driver.taken(DECODE, prompt, offer, fields=fields)
         assert taken.token_ids == alone
-        assert transfer_report_of(taken).fetched_tokens == tokens // block * block
+        assert transfer_report_of(taken).fetched_tokens == usable
         if not no_lookup:
             assert (await answer(MODEL)).report.cached_tokens == 0
             again = await answer(ADAPTER)
-            assert (again.report.cached_tokens, again.token_ids) == (tokens // block * block, alone)
+            assert (again.report.cached_tokens, again.token_ids) == (usable, alone)
 
 
-def check_page(family: str, case: ModelCase, cells: dict[str, str]) -> None:
-    """The family's row is on the page; with ``REWRITE`` it is written."""
+def check_page(family: str, cells: dict[str, str]) -> None:
+    """These cells of the family's row are on the page; with ``REWRITE`` they are written."""
     lines = PAGE.read_text(encoding="utf-8").splitlines()
     rows = [number for number, line in enumerate(lines) if line.startswith("|")]
     known = [number for number in rows if lines[number].startswith(f"| {family} |")]
-    for number in known:  # What another machine has proved stays.
+    written = dict.fromkeys(COLUMNS, NOT_TRIED)
+    for number in known:
         written = dict(zip(COLUMNS, lines[number].strip("| ").split(" | ")[2:], strict=True))
-        cells = {column: written[column] if cell == NOT_HERE else cell for column, cell in cells.items()}
-    row = f"| {family} | {case.kv} | {' | '.join(cells.values())} |"
+    # What another machine has proved stays.
+    cells = {column: written[column] if cell == NOT_HERE else cell for column, cell in cells.items()}
+    row = f"| {family} | {CASES[family].kv} | {' | '.join((written | cells).values())} |"
     if os.environ.get("REWRITE"):
         place = known[0] if known else rows[-1] + 1
         lines[place : place + len(known)] = [row]
