@@ -22,7 +22,7 @@ test: JOBS = 4
 nightly: JOBS = 3
 PYTEST = $(PYTHON) -m pytest -m "not gpu" -rs -n $(JOBS) --no-loadscope-reorder $(if $(K),-k "$(K)")
 
-.PHONY: help setup setup-dev setup-check test-tools llama-server up down doctor test nightly check fix test-vllm test-gpu compose-test chaos fuzz audit bench-router bench-worker bench-kv bench-placement bench-replay bench-planner bench-role-shift bench-telemetry bench-fleet bench-scale bench-seeds bench-serving gpu-proof outside catalogue wheel dist lock clean
+.PHONY: help setup setup-dev setup-check setup-wheel test-tools llama-server up down doctor test nightly check fix test-vllm test-gpu compose-test chaos fuzz audit bench-router bench-worker bench-kv bench-placement bench-replay bench-planner bench-role-shift bench-telemetry bench-fleet bench-scale bench-seeds bench-serving gpu-proof outside catalogue wheel dist lock clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  \033[1m%-14s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -139,11 +139,14 @@ catalogue: setup-check ## Write the generated files anew: catalogue, AsyncAPI, N
 	@$(PYTHON) -m scripts.make_pages
 	@REWRITE=1 $(PYTHON) -m pytest -q tests/unit/orchestrator/test_lifecycle_diagram.py tests/unit/router/relay/test_attempt.py
 
-wheel: setup ## Build the wheel for this Python into dist/; pip install "dist/WHEEL[cpu]" (or [cuda]) installs what `make up` runs; PURE=1: without its parts in C
+setup-wheel: # Wheels are compiled from a copy and need no engine; an environment that has one keeps it.
+	@BATON_ENGINE=none scripts/setup.sh --as-is
+
+wheel: setup-wheel ## Build the wheel for this Python into dist/; pip install "dist/WHEEL[cpu]" (or [cuda]) installs what `make up` runs; PURE=1: without its parts in C
 	@rm -rf dist
 	@$(PYTHON) scripts/make_dist.py $(if $(PURE),--pure,--here) dist
 
-dist: setup ## Build a release into dist/: wheels for each Python that is here, for x86-64 and Arm, the sources, SBOMs, sums; compiles for each
+dist: setup-wheel ## Build a release into dist/: wheels for each Python that is here, for x86-64 and Arm, the sources, SBOMs, sums; compiles for each
 	@rm -rf dist
 	@$(PYTHON) scripts/make_dist.py dist
 

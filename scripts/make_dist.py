@@ -18,9 +18,12 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
+from itertools import product
 from pathlib import Path
 
 from build_backend import NAMESPACE, build_sdist  # This folder is on the path of its scripts.
@@ -71,17 +74,27 @@ def main() -> None:
 def make_release(folder: Path) -> None:
     tools = environment("tools", Path(sys.executable), "dist")
     say("building the source distribution")
-    with redirect_stdout(io.StringIO()):  # setuptools names every file.
+    # setuptools names every file, and warns of what its configuration may become.
+    with redirect_stdout(io.StringIO()), warnings.catch_warnings(action="ignore"):
         sources = folder / build_sdist(str(folder))
-    for python in pythons():
-        builds = environment(python.name, python, "services")
-        for machine in (platform.machine(), *({CROSS} - {platform.machine()})):
-            say(f"building for {python.name} on {machine}")
-            with tempfile.TemporaryDirectory() as scratch, tarfile.open(sources) as packed:
-                packed.extractall(scratch, filter="data")
-                (project,) = Path(scratch).iterdir()
-                wheel = make_wheel(builds, Path(scratch), compiler(machine, tools, python.name), project)
-                run([tools.with_name("auditwheel"), "repair", "--plat", "auto", "--wheel-dir", folder, wheel])
+    builds = {python.name: environment(python.name, python, "services") for python in pythons()}
+
+    def build(name: str, machine: str) -> None:
+        say(f"building for {name} on {machine}")
+        with tempfile.TemporaryDirectory() as scratch, tarfile.open(sources) as packed:
+            packed.extractall(scratch, filter="data")
+            (project,) = Path(scratch).iterdir()
+            wheel = make_wheel(builds[name], Path(scratch), compiler(machine, tools, name), project)
+            run([tools.with_name("auditwheel"), "repair", "--plat", "auto", "--wheel-dir", folder, wheel])
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads:  # Half of a build runs on one core.
+        begun = [threads.submit(build, *each) for each in product(builds, sorted({platform.machine(), CROSS}))]
+        try:
+            for one in begun:
+                one.result()
+        except Refused:
+            threads.shutdown(cancel_futures=True)
+            raise
     for path in folder.glob("*.whl"):
         if max(map(int, re.findall(r"linux_2_(\d+)_", path.name)), default=GLIBC_MINOR + 1) > GLIBC_MINOR:
             raise Refused(f"{path.name} needs a newer glibc than 2.{GLIBC_MINOR}: make it on an older distribution.")
