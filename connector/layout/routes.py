@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from connector.groups import GroupPlan
 from connector.layout.tensors import heads_of, totals_of
 from shared.contracts.kv_exchange import KvHandshake, KvLayer, KvRank
 
@@ -239,6 +240,13 @@ def parts_of(blocks: int, part_blocks: int) -> Iterator[tuple[int, int]]:
     """(first, count) of each part."""
     for first in range(0, blocks, part_blocks):
         yield first, min(part_blocks, blocks - first)
+
+
+def kv_sizes_of(handshake: KvHandshake) -> tuple[int, int]:
+    """``GroupPlan.sizes`` of all ranks: each reads for itself, also heads that another one has."""
+    plan = GroupPlan(handshake.groups, handshake.hash_block_size, handshake.alignment)
+    groups = range(len(handshake.groups))
+    return plan.sizes([sum(block_bytes_of(rank, group) for rank in handshake.ranks) for group in groups])
 
 
 def block_bytes_of(memory: KvRank, group: int) -> int:

@@ -7,6 +7,7 @@ state it began with. So each proof has its negative control, in which a block of
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import lcm
 
 import msgspec
 
@@ -24,7 +25,7 @@ from shared.contracts.kv_exchange import (
     pack_block_ids,
     unpack_block_ids,
 )
-from shared.contracts.workers import HashScheme
+from shared.contracts.workers import HashScheme, WorkerRecord
 from tests.engines.kv_pair import DECODE, PREFILL
 from tests.support.kv_driver import ANSWER_S_MAX, Driver, transfer_report_of
 from tests.support.prompts import random_prompt
@@ -99,6 +100,14 @@ async def followed(driver: Driver, prompt: Sequence[int], *, stream: bool) -> tu
         DECODE, LegKind.DECODE, prompt, kv_sources=[source], fields={"stream": stream, "max_tokens": ANSWER}
     )
     return answer.token_ids, transfer_report_of(answer)
+
+
+async def prove_sizes(driver: Driver, record: WorkerRecord) -> None:
+    """From the worker's record a router predicts the bytes of a handoff, here behind the widest window."""
+    peer = await handshake_of(driver, PREFILL)
+    boundary = 4096 * lcm(*(group.block_size for group in peer.groups))
+    assert record.kv_boundary_bytes > 0
+    assert record.kv_boundary_bytes + boundary * record.kv_token_bytes == bytes_at(peer, boundary)
 
 
 async def prove_handoffs(driver: Driver, hashing: HashScheme, prompts: Sequence[int], *, looks_up: bool = True) -> None:

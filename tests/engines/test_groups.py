@@ -16,6 +16,7 @@ from tests.engines.kv_boundaries import (
     of_another_position,
     prove_controls,
     prove_handoffs,
+    prove_sizes,
     prove_too_short,
 )
 from tests.engines.kv_pair import Model, driver_of, kv_pair
@@ -37,6 +38,7 @@ def test_a_boundary_is_handed_over(tmp_path, family: str, kind: KvGroupKind, for
             assert pair.prefill.record is not None
             hashing = pair.prefill.record.hashing
             async with driver_of(pair) as driver:
+                await prove_sizes(driver, pair.prefill.record)
                 await prove_handoffs(driver, hashing, lengths(hashing, 300))
                 await prove_too_short(driver, hashing)
                 await prove_controls(driver, hashing, kind, forges)

@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +20,8 @@ import msgspec
 import psutil
 
 from connector.layout.engine_layout import UnsupportedEngine, check_version
+from connector.layout.routes import kv_sizes_of
+from connector.messages import EngineCall
 from connector.scheduler.grant_socket import new_socket_path
 from connector.transfer.threads import in_daemon_thread
 from services.worker.engines.adapters import AdapterRefused, LoadedAdapters
@@ -195,8 +197,11 @@ async def _start(launch: Launch, report: Callable[[str], None]) -> VllmEngine:
             adapters = await _adapters(launch, llm, app, modules)
             alignment, groups, beyond = await llm.engine_core.call_utility_async("cache_groups")
             source.attach(groups)
+            kv_sizes = (0, 0)
             if exchange is not None:
                 exchange.attach(llm.engine_core, llm.note_death)
+                described = (await exchange.call(EngineCall(describe=True))).handshake
+                kv_sizes = kv_sizes_of(described) if described is not None else kv_sizes
         except BaseException:
             llm.shutdown()
             raise
@@ -215,6 +220,7 @@ async def _start(launch: Launch, report: Callable[[str], None]) -> VllmEngine:
         app.paths & SERVED,
         note="; ".join(chosen),
     )
+    facts = replace(facts, kv_token_bytes=kv_sizes[0], kv_boundary_bytes=kv_sizes[1])
     return VllmEngine(
         llm,
         app,
