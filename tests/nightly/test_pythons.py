@@ -7,30 +7,35 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from scripts.pythons import MINORS, pythons
 from tests.support.nats_server import free_port
 from tests.support.processes import ROOT
-from tests.support.system import until
+from tests.support.system import GUARD_S_MAX, STOP_S_MAX, until
 
-pytestmark = pytest.mark.timeout(7200)
+pytestmark = pytest.mark.timeout(10_800)
 
 UV = str(Path(sys.executable).with_name("uv"))
 NOT_THERE = re.compile(r"python|pip|uvx?$|pyenv")
 """Programs that only others than the one Python bring."""
-LOCKS = ("services", "dev", "engine-cpu", "engine-cuda", "engine-cuda-0.33", "torch-pypi")
+LOCKS = ("services", "dev", "dist", "uv", "engine-cpu", "engine-cuda", "engine-cuda-0.33", "torch-pypi")
 PLATFORMS = ("x86_64-manylinux_2_34", "aarch64-manylinux_2_34")
 """With glibc 2.34, which is older than that of Debian 12, Ubuntu 22.04 or RHEL 9."""
 SOURCES = ("nkeys",)
 """Pure Python that is published without a wheel."""
 INDEX_S_MAX = 300.0
 MADE_S_MAX = 2400.0
-QUICK = ("tests/unit", "tests/contracts", "tests/properties")
-ENGINES = ("tests/engines/system", "tests/engines/test_exchange.py")
+TESTED_S_MAX = 5400.0
+OURS = re.compile("VIRTUAL_ENV|PYTEST_|PYENV_|PYTHON|BATON_|MAKE|MFLAGS|(TEST_PROFILE|ARGS|JOBS|K)$")
+"""What this process has from its Python, from pytest and from the `make` that runs it: a person's shell has none of it."""
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
@@ -70,48 +75,83 @@ class Root:
                 (self.programs / path.name).symlink_to(path)
         for name in (python.name, "python3"):
             (self.programs / name).symlink_to(python)
-        dropped = re.compile("VIRTUAL_ENV|PYTEST_|PYENV_|PYTHON|BATON_")
-        kept = {name: value for name, value in os.environ.items() if not dropped.match(name)}
+        kept = {name: value for name, value in os.environ.items() if not OURS.match(name)}
         cache = subprocess.run([UV, "cache", "dir"], capture_output=True, text=True, check=True).stdout.strip()
         (folder / "home").mkdir()
         self.env = kept | {"PATH": str(self.programs), "HOME": str(folder / "home"), "UV_CACHE_DIR": cache}
 
-    def run(self, *command: str) -> str:
+    def run(self, *command: str, s_max: float = MADE_S_MAX) -> str:
         done = subprocess.run(
-            command, cwd=self.clone, env=self.env, text=True, check=False, timeout=MADE_S_MAX,
+            command, cwd=self.clone, env=self.env, text=True, check=False, timeout=s_max,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout[-6000:]
         return done.stdout
 
+    @contextmanager
+    def up(self, *arguments: str) -> Iterator[Up]:
+        """`make up` in a terminal of its own, ready."""
+        port, *others = (free_port() for _ in range(3))
+        options = f"--port {port} --collector-port {others[0]} --nats-port {others[1]}"
+        log = self.clone.with_name("up.log")
+        with log.open("wb") as output:
+            make = subprocess.Popen(
+                ["make", "up", f"ARGS={' '.join([options, *arguments])}"], cwd=self.clone, env=self.env,
+                stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
+            )  # fmt: skip
+        try:
+            until(lambda: "Baton is ready" in log.read_text() or make.poll() is not None, "it is ready", MADE_S_MAX)
+            assert make.poll() is None, log.read_text()[-6000:]
+            yield Up(make, f"http://127.0.0.1:{port}", log, self.clone)
+        finally:
+            if make.poll() is None:
+                os.killpg(make.pid, signal.SIGTERM)
+                make.wait(STOP_S_MAX)
+
+
+@dataclass(frozen=True)
+class Up:
+    """A system that runs in ``folder``."""
+
+    make: subprocess.Popen[bytes]
+    endpoint: str
+    log: Path
+    folder: Path
+
+    def chat(self) -> str:
+        """The text of an answer."""
+        messages = [{"role": "user", "content": "Once upon a time"}]
+        body = {"model": "baton-tiny", "messages": messages, "max_tokens": 32}
+        answer = httpx.post(f"{self.endpoint}/v1/chat/completions", json=body, timeout=120, trust_env=False)
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["choices"][0]["message"]["content"])
+
+    def ended(self) -> int:
+        """The exit status of `make`; none of the system's processes is left."""
+        code = self.make.wait(STOP_S_MAX)
+        until(lambda: not self.processes(), "all processes have ended", GUARD_S_MAX)
+        return code
+
+    def processes(self) -> list[psutil.Process]:
+        return [one for one in psutil.process_iter(["cwd"]) if one.info["cwd"] == str(self.folder)]
+
 
 def test_the_readmes_commands_pass_with_one_python(root: Root):
-    """`make up` until it answers, and the tests: quick ones, and those of the KV exchange with engines."""
-    port, *others = (free_port() for _ in range(3))
-    ports = f"--port {port} --collector-port {others[0]} --nats-port {others[1]}"
-    log = root.clone.with_name("up.log")
-    with log.open("wb") as output:
-        up = subprocess.Popen(
-            ["make", "up", f"ARGS={ports}"], cwd=root.clone, env=root.env, stdout=output, stderr=output,
-            stdin=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
-    try:
-        until(lambda: "Baton is ready" in log.read_text() or up.poll() is not None, "it is ready", MADE_S_MAX)
-        assert up.poll() is None, log.read_text()[-6000:]
-        body = {"model": "baton-tiny", "prompt": "Once upon a time", "max_tokens": 32}
-        answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=120, trust_env=False)
-        assert answer.status_code == 200, answer.text
+    """`make up` with both kinds of engine, until a chat is answered and it is stopped, and `make test`."""
+    with root.up() as up:
+        assert up.chat()
         assert "decode-1" in root.run(".venv/bin/baton", "explain")
         root.run("make", "down")
-        assert up.wait(120) == 0, log.read_text()[-6000:]
-    finally:
-        if up.poll() is None:
-            os.killpg(up.pid, signal.SIGTERM)
-            up.wait(120)
-    assert "no C compiler found" not in log.read_text()
+        assert up.ended() == 0, up.log.read_text()[-6000:]
+    assert "no C compiler found" not in up.log.read_text()
     version = root.run(".venv/bin/python", "-c", "import sys; print('python%d.%d' % sys.version_info[:2])").strip()
     assert version == root.python.name
 
-    root.run("make", "setup-dev")
-    for tests in (QUICK, ENGINES):
-        root.run(".venv/bin/python", "-m", "pytest", "-q", "-m", "not gpu", "-n", "2", *tests)
+    with root.up("--engine", "simulated") as up:
+        assert up.chat()
+        assert len(up.processes()) > 5
+        os.killpg(up.make.pid, signal.SIGINT)  # As a terminal does for Ctrl-C.
+        assert up.ended() == -signal.SIGINT, up.log.read_text()[-6000:]
+
+    if version != f"python3.{sys.version_info.minor}":  # On this one all tests have run anyway.
+        root.run("make", "test", s_max=TESTED_S_MAX)
