@@ -57,9 +57,17 @@ SOON_S_MAX = 20.0
 async def lined() -> AsyncIterator[tuple[Line, asyncio.Queue[Ends]]]:
     """A line to a server that does nothing: its ends of the connections are in the queue."""
     accepted: asyncio.Queue[Ends] = asyncio.Queue()
-    server = await asyncio.start_server(lambda *ends: accepted.put_nowait(ends), "127.0.0.1", 0)
+    writers: list[asyncio.StreamWriter] = []
+
+    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        accepted.put_nowait((reader, writer))
+
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
     async with server, asyncio.timeout(SOON_S_MAX), Line([server.sockets[0].getsockname()]) as line:
         yield line, accepted
+        for writer in writers:  # The server waits for its connections, and half open ones do not end (Python 3.12).
+            writer.transport.abort()
 
 
 async def connected(line: Line) -> Ends:
