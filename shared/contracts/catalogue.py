@@ -181,6 +181,9 @@ def asyncapi() -> str:
     names = {name: _camel(name) for name in CHANNELS}
     tops = {message.__name__: message for channel in CHANNELS.values() for message in _messages(channel)}
     _, schemas = msgspec.json.schema_components(tops.values(), ref_template="#/components/schemas/{name}")
+    for schema in schemas.values():
+        if "description" in schema:  # msgspec leaves some indented before Python 3.13, whose compiler does it.
+            schema["description"] = inspect.cleandoc(schema["description"])
     document: dict[str, Any] = {
         "asyncapi": "3.0.0",
         "info": {
