@@ -244,6 +244,41 @@ def reasoning(session: Session) -> Iterator[Turn]:
         gap_s = THINK_S.draw(rng)
 
 
+EXTRACT_PROMPT = by_moments(2_050.0, 1_500.0, 7_400)
+"""Splitwise's code completion: 2,048 tokens on average, at most 7,437."""
+EXTRACT_ANSWER = LogNormal(15.0, 1.1, 1_000)
+"""Splitwise's code completion: median 13, mean 28."""
+
+
+def extracts(session: Session) -> Iterator[Turn]:
+    """Independent prompts with short answers: nothing is shared, so only the engines' time between tokens decides."""
+    session.append(EXTRACT_PROMPT.tokens(session.rng))
+    yield session.turn(0.0, EXTRACT_ANSWER.tokens(session.rng))
+
+
+DOCUMENT_SHARE = 0.35
+"""Assumed: of the sessions, those that begin with a document."""
+DOCUMENT = LogNormal(9_000.0, 1.25, 120_000)
+"""Assumed; Mooncake's conversations have 12,035 tokens on average, and 126,195 at most."""
+DOCUMENT_TURNS_MEAN = 1.6
+"""Assumed."""
+
+
+def documents(session: Session) -> Iterator[Turn]:
+    """Conversations, of which some begin with a document of up to 120,000 tokens; sessions share nothing."""
+    rng = session.rng
+    has_document = rng.random() < DOCUMENT_SHARE
+    if has_document:
+        session.append(DOCUMENT.tokens(rng))
+    gap_s = 0.0
+    while True:
+        session.append(CHAT_USER.tokens(rng))
+        yield session.turn(gap_s, CHAT_ANSWER.tokens(rng))
+        if rng.random() < 1 / (DOCUMENT_TURNS_MEAN if has_document else CHAT_TURNS_MEAN):
+            return
+        gap_s = THINK_S.draw(rng)
+
+
 @dataclass(frozen=True, slots=True)
 class Workload:
     """One kind of traffic."""
@@ -251,6 +286,8 @@ class Workload:
     make: Callable[[Session], Iterator[Turn]]
     turns: float
     """Requests of a session, on average."""
+    variation: float = 1.0
+    """The coefficient of variation between the starts of sessions; 1: Poisson. ServeGen has clients far above."""
 
 
 WORKLOADS = {
@@ -258,6 +295,8 @@ WORKLOADS = {
     "agents": Workload(agents, 15.6),
     "code": Workload(code, CODE_REQUESTS_MEAN),
     "reasoning": Workload(reasoning, REASONING_TURNS_MEAN),
+    "extracts": Workload(extracts, 1.0, variation=2.5),
+    "documents": Workload(documents, 2.2),
 }
 MIXED = "tenants"
 TENANTS = {"conversations": (0.45, 1.0), "agents": (0.3, 1.0), "code": (0.2, 3.0), "reasoning": (0.05, 1.0)}
@@ -309,7 +348,9 @@ def _starts(name: str, seed: int, per_s: float) -> Iterator[tuple[float, str]]:
     return heapq.merge(
         *(
             _starts_of(tenant, share * per_s / WORKLOADS[tenant].turns, variation, seed)
-            for tenant, (share, variation) in (TENANTS if name == MIXED else {name: (1.0, 1.0)}).items()
+            for tenant, (share, variation) in (
+                TENANTS if name == MIXED else {name: (1.0, WORKLOADS[name].variation)}
+            ).items()
         )
     )
 
