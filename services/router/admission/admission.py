@@ -6,6 +6,9 @@ fair shares of tenants, then by deadline. On each change a scheduling pass place
 data. A request that would still have to wait for a worker reserves that worker: later requests may begin on other
 workers only. So no request starves, and no request waits that could run.
 
+Where a step that computes a prompt is longer than the target between tokens, prompts leave gaps for steps without one:
+see ``pacing``.
+
 All waits are bounded. A request that cannot begin in time to be useful is rejected as soon as that is predicted. When
 the queue is full, a request of a tenant with more than its share is rejected first.
 """
@@ -17,6 +20,7 @@ from heapq import heapify, heappop, heappush
 from typing import Final
 
 from services.router.admission.fair_share import cost_of
+from services.router.admission.pacing import Pacing
 from services.router.admission.policy import AdmissionPolicy
 from services.router.admission.queues import (
     ModelQueue,
@@ -83,6 +87,9 @@ class Admission:
         self._running: dict[WorkerId, int] = {}
         """Number of requests by the worker that generates their completion."""
         self._loads = PrefillLoads()
+        self._pacing = Pacing(policy.engine_queue_s_max)
+        self._paced_at = math.inf
+        """When the first gap ends that a waiting request waits for, according to the last scheduling pass."""
         self.waiting = 0
 
     def offer(self, entry: QueueEntry, now: float) -> Placement | Rejection | None:
@@ -97,7 +104,7 @@ class Admission:
         if isinstance(result, Placement):
             if (rejection := self._reject_late(entry, result, now)) is not None:
                 return rejection
-            obstacle = self._obstacle(entry, result)
+            obstacle = self._obstacle(entry, result, now)
             if obstacle is None and models.may_overtake(prefill_worker(result), result.decode.record.worker_id):
                 queue.share.enter(request.tenant)
                 self._begin(entry, result, now)
@@ -116,6 +123,7 @@ class Admission:
         """Run scheduling passes after a change; returns the requests that are placed or rejected now."""
         decided, self._evicted = self._evicted, []
         self._unfinished = False
+        self._paced_at = math.inf
         expiries = self._expiries
         while expiries and expiries[0][0] <= now:
             entry = heappop(expiries)[-1]
@@ -142,7 +150,7 @@ class Admission:
             return now
         while self._expiries and not self._expiries[0][-1].waiting:
             heappop(self._expiries)
-        return self._expiries[0][0] if self._expiries else None
+        return min(self._expiries[0][0], max(self._paced_at, now)) if self._expiries else None
 
     def ended(self, entry: QueueEntry, computed_tokens: int = -1, tokens_out: int = -1) -> None:
         """A placed request has ended. Charge its tenant for the tokens (-1: unknown) instead of the estimate.
@@ -185,7 +193,7 @@ class Admission:
             entry.cost = cost_of(result.uncached_tokens, tokens_out)
             queue.model_queue.learn_work(entry.work_s)
 
-    def _obstacle(self, entry: QueueEntry, placement: Placement, given_s: float = 0.0) -> WorkerId | None:
+    def _obstacle(self, entry: QueueEntry, placement: Placement, now: float, given_s: float = 0.0) -> WorkerId | None:
         """The worker that the request must wait for; None if it can begin. ``given_s``: seconds of work that the worker
         got and that its predicted queue does not contain yet.
 
@@ -196,11 +204,24 @@ class Admission:
         soon_s = max(self._policy.engine_queue_s_max, own_s)
         if predicted.queue_s + given_s > soon_s:
             return prefill_worker(placement)
+        if self._gap(entry, placement) > 0.0:
+            begins_at = self._pacing.begins_at(placement, prefill_worker(placement), soon_s, given_s, now)
+            if begins_at > now:
+                self._paced_at = min(self._paced_at, begins_at)
+                return prefill_worker(placement)
         late = predicted.decode_queue_s > soon_s
         if late or placement.predicted_itl_s > entry.request.targets.itl_s:
             decode = placement.decode.record.worker_id
             return decode if decode in self._running else None
         return None
+
+    def _gap(self, entry: QueueEntry, placement: Placement) -> float:
+        """See ``Pacing.gap``."""
+        request, queue = entry.request, entry.queue
+        if queue is None or request.targets.itl_s == math.inf:
+            return 0.0
+        tokens_out = queue.share.expected_tokens_out(request.tenant, request.tokens_out)
+        return self._pacing.gap(placement, entry.work_s, request.targets.itl_s, tokens_out)
 
     def _reject_late(self, entry: QueueEntry, placement: Placement, now: float) -> Rejection | None:
         """Reject a request that would miss its target even on an idle worker, unless the engines have time for it: each
@@ -226,7 +247,9 @@ class Admission:
     def _begin(self, entry: QueueEntry, placement: Placement, now: float) -> None:
         assert entry.queue is not None
         entry.placement = placement
-        self._loads.begun(prefill_worker(placement), entry.work_s, now)
+        worker_id = prefill_worker(placement)
+        self._loads.begun(worker_id, entry.work_s, now)
+        self._pacing.begun(placement, worker_id, entry.work_s, self._gap(entry, placement), now)
         entry.queue.share.charge(entry.request.tenant, entry.cost)
         decode = placement.decode.record.worker_id
         self._running[decode] = self._running.get(decode, 0) + 1

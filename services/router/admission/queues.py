@@ -297,7 +297,7 @@ the streams that the router relays.
 """
 
 Place = Callable[[PlacementRequest, float], Placement | Rejection]
-Obstacle = Callable[[QueueEntry, Placement, float], WorkerId | None]
+Obstacle = Callable[[QueueEntry, Placement, float, float], WorkerId | None]
 
 
 class SchedulingPass:
@@ -332,9 +332,9 @@ class SchedulingPass:
                 queue.resume_position = position
                 self.unfinished = self.unfinished or len(self.decided) >= BEGUN_MAX
                 return
-            self._decide(entry, self._place(entry.request, now))
+            self._decide(entry, self._place(entry.request, now), now)
 
-    def _decide(self, entry: QueueEntry, result: Placement | Rejection) -> None:
+    def _decide(self, entry: QueueEntry, result: Placement | Rejection, now: float) -> None:
         if isinstance(result, Rejection):
             if result.reason is Reason.WORKER_BUSY:
                 self._hold(entry, ANY_WORKER, HELD_LIKE_NEXT)
@@ -343,7 +343,7 @@ class SchedulingPass:
             return
         prefill, decode = prefill_worker(result), result.decode.record.worker_id
         given_s = self._given_s.get(prefill, 0.0)
-        awaits = self._obstacle(entry, result, given_s)
+        awaits = self._obstacle(entry, result, now, given_s)
         if awaits is not None and given_s:
             self.unfinished = True
             self._hold(entry, awaits, HELD_LIKE_NEXT)

@@ -37,6 +37,7 @@ def on_one(
     sources: list[KvSource],
     further: list[KvSource],
     policy: PlacementPolicy,
+    prompt_step_s: float,
 ) -> Placement:
     """One worker serves the request. ``further``: sources of the blocks after those of ``sources``."""
     of, record = chosen.estimate, chosen.view.record
@@ -70,13 +71,15 @@ def on_one(
             queue_s=of.queue_s, fetch_s=of.fetch_s, prefill_s=of.prefill_s, front_end_and_bus_s=of.transit_s
         ),
         predicted_itl_s=of.itl_s,
+        step_s=of.step_s,
+        prompt_step_s=prompt_step_s,
         why=why,
         considered=candidates.considered,
         candidates=candidates,
     )
 
 
-def on_two(  # as many as a pair is made of
+def on_two(  # noqa: PLR0913, PLR0917  # as many as a pair is made of
     request: PlacementRequest,
     candidates: Candidates,
     computing: Candidate,
@@ -84,6 +87,7 @@ def on_two(  # as many as a pair is made of
     sources: list[KvSource],
     further: list[KvSource],
     policy: PlacementPolicy,
+    prompt_step_s: float,
 ) -> Placement:
     """One worker computes the prompt, and another one the answer."""
     of, answering, record = computing.estimate, decoding.estimate, computing.view.record
@@ -117,6 +121,8 @@ def on_two(  # as many as a pair is made of
         streamed=streamed,
         predicted=predicted,
         predicted_itl_s=answering.itl_s,
+        step_s=of.step_s,
+        prompt_step_s=prompt_step_s,
         why=WHY[APART],
         considered=candidates.considered,
         candidates=candidates,

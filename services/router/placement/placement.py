@@ -117,6 +117,12 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """
     predicted: TtftParts = NOTHING_PREDICTED
     predicted_itl_s: float = 0.0
+    step_s: float = 0.0
+    """Decode step, with this request, of the worker that computes the prompt."""
+    prompt_step_s: float = 0.0
+    """What as many prompt tokens as it computes in one step add to it; 0: it decodes nothing, has not been measured, or
+    the request has no target between tokens.
+    """
     why: str = ""
     considered: int = 0
     """Free workers that could have been chosen."""

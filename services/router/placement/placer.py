@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final, Protocol
 
 import msgspec
@@ -86,11 +87,14 @@ class CostPlacer:
         candidates = Candidates(choice, free)
         prefilling, decoding = candidates.chosen()
         sources, further = self._sources(request, prefilling or decoding, candidates.holders)
+        step_s = (
+            0.0 if request.targets.itl_s == math.inf else cluster.table.prompt_step_s((prefilling or decoding).view.row)
+        )
         if prefilling is None:
             cluster.picked(decoding.view)
-            return on_one(request, candidates, decoding, sources, further, self._policy)
+            return on_one(request, candidates, decoding, sources, further, self._policy, step_s)
         cluster.picked(prefilling.view, decoding.view)
-        return on_two(request, candidates, prefilling, decoding, sources, further, self._policy)
+        return on_two(request, candidates, prefilling, decoding, sources, further, self._policy, step_s)
 
     def _open(self) -> None:
         """The fleet table has other arrays since it has grown."""

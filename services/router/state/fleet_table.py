@@ -10,6 +10,7 @@ import numpy.typing as npt
 from msgspec.structs import astuple
 
 from services.router.state.worker_speed import WorkerSpeed
+from shared.engine_speed.steps import DEFAULT_STEP_TIMES
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -178,6 +179,16 @@ class FleetTable:
     def set(self, row: int, what: int, value: float) -> None:
         """Write one number."""
         self._columns.write(row, what, value)
+
+    def prompt_step_s(self, row: int) -> float:
+        """What a full step of prompt tokens adds to a decode step of this worker; 0 where it serves no decode legs, or
+        was not measured yet.
+        """
+        n = self._columns.read(row)
+        if n[PREFILL_TOKEN_S] == DEFAULT_STEP_TIMES.prefill_token_s:
+            return 0.0
+        each_s = n[PREFILL_TOKEN_S] + n[PREFILL_PAIR_S] * n[PAIRS_PER_TOKEN]
+        return n[ANSWERS] * (n[PREFILL_STEP_S] + n[STEP_TOKENS] * each_s)
 
     def set_speed(self, row: int, speed: WorkerSpeed) -> None:
         """Write how fast that worker is."""

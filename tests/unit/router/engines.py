@@ -30,6 +30,9 @@ class Engine:
     legs_max: int = 1000
     decode_s: float = 0.0
     models: tuple[str, ...] = ("m",)
+    step_s: float = 0.0
+    prompt_step_s: float = 0.0
+    """A decode step, and what a full step of prompt tokens adds."""
     free_at: float = 0.0
     legs: int = 0
     begun: list[str] = field(default_factory=list)
@@ -70,6 +73,8 @@ class Engines:
             uncached_tokens=request.prompt_tokens,
             predicted=parts,
             predicted_itl_s=0.01 * (engine.legs + 1),
+            step_s=engine.step_s,
+            prompt_step_s=engine.prompt_step_s,
             considered=len(offering),
         )
 
