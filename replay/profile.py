@@ -86,30 +86,7 @@ def profile_like(name: str, kv_blocks: int) -> Profile:
 
 
 # 80 GB x 0.9 less weights and activations leave 52 GB for KV: 410,000 tokens = 800 blocks of 512.
-PROFILES = {
-    "8b": profile_like("8b", 800),
-    "70b": profile_like("70b", 700),
-    # Qwen3-Next: 80 billion parameters, of which a token uses 3 billion, in fp8 on two of the same GPUs. Of 48 layers
-    # 12 have full attention (2 KV heads of 256, 24 KiB of KV in bf16 for a token), 36 a recurrent state, in three
-    # groups: a block of 512 tokens and a group's state take 12.6 MB each. Of 2 x 80 GB x 0.9, weights and activations
-    # leave 56 GB.
-    #   prefill: 6 GFLOP per token / (2 x 989 TFLOP/s x 25 %, as a mixture of experts reaches) -> 82,000 tokens/s; 12 x
-    #     4 x 4,096 FLOP per earlier token -> 0.4 ns;
-    #   decode: 5 ms a step, as little as its 48 layers take; each sequence reads further experts, up to all 80 GB in 20
-    #     ms; 24 KiB per token of context / 6.7 TB/s / 80 % -> 5 ns.
-    "80b-a3b": Profile(
-        prefill_tokens_per_s=82_000.0,
-        prefill_s_per_pair=4e-10,
-        decode_base_s=0.005,
-        decode_per_sequence_s=0.000_1,
-        decode_per_context_token_s=5e-9,
-        transfer_bytes_per_s=50e9,
-        transfer_base_s=0.002,
-        kv_blocks=4450,
-        kv_bytes_per_token=24_576,
-        groups="state",
-    ),
-}
+PROFILES = {"8b": profile_like("8b", 800), "70b": profile_like("70b", 700), "80b-a3b": profile_like("80b-a3b", 4450)}
 
 MEMORY = 0.9
 """Weight of the old value in a moving average."""

@@ -30,6 +30,7 @@ DEPENDS = (
     "services/router/native/*.[ch]",
     "services/router/request/facts.py",
     "services/router/request/timings.py",
+    "services/worker/engines/simulated/core/groups.py",
     "services/worker/engines/simulated/core/settings.py",
     "services/worker/engines/simulated/core/step_models.py",
     "shared/engine_speed/*.py",
@@ -49,6 +50,7 @@ ANALYSIS = ("bench/study/bound.py", "bench/study/statistics.py", "bench/study/ro
 BATON_ONLY = (
     "services/router/admission/admission.py",
     "services/router/admission/fair_share.py",
+    "services/router/admission/pacing.py",
     "services/router/admission/queues.py",
     "services/router/placement/assembly.py",
     "services/router/placement/candidates.py",

@@ -101,9 +101,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     the model is rarely used.
     """
     simulated: str = ""
-    """Speeds of a simulated engine: a profile (default, instant, 8b, 70b), and values that differ from it, such as
-    ``8b,speed=0.5,transfer=nixl``; a wrong one is answered with all names. Change it when clients, dashboards or
-    placement are tried out without engines, at the speed of real ones.
+    """Speeds of a simulated engine: a profile (default, instant, 8b, 70b, 80b-a3b), and values that differ from it,
+    such as ``8b,speed=0.5,transfer=nixl``; a wrong one is answered with all names. Change it when clients, dashboards
+    or placement are tried out without engines, at the speed of real ones.
     """
 
     # Attached server
