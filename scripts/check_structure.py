@@ -33,7 +33,7 @@ PURE = {
     "services.orchestrator": "lifecycle settings",
     "services.orchestrator.planner": "change family planner rules work",
     "services.router": "settings",
-    "services.router.admission": "admission fair_share policy queues",
+    "services.router.admission": "admission fair_share pacing policy queues",
     "services.router.auth": "api_keys",
     "services.router.batches": "lines",
     "services.router.decisions": "decision decision_filter",
