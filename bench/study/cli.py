@@ -72,7 +72,9 @@ conversations  people and a chatbot, histories that grow
 agents         tool agents: hot shared prefixes, many quick steps
 code           code completion: repository prefixes, short answers
 reasoning      short questions, heavy-tailed outputs
-tenants        all four side by side, code in bursts
+extracts       independent prompts in bursts, short answers
+documents      conversations, some of which begin with a long document
+tenants        the first four side by side, code in bursts
 
 Its sessions are closed loops: a turn is sent a think time or a tool's
 time after the answer before it. The load makes sessions start faster.

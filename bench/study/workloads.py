@@ -251,7 +251,7 @@ EXTRACT_ANSWER = LogNormal(15.0, 1.1, 1_000)
 
 
 def extracts(session: Session) -> Iterator[Turn]:
-    """Independent prompts with short answers: nothing is shared, so only the engines' time between tokens decides."""
+    """Independent prompts in bursts, with short answers. Nothing is shared."""
     session.append(EXTRACT_PROMPT.tokens(session.rng))
     yield session.turn(0.0, EXTRACT_ANSWER.tokens(session.rng))
 
