@@ -74,8 +74,10 @@ class RunningMedian:
 
 
 def transfer_prior(byte_s: float) -> Prior:
-    """Seconds until a request for KV is answered, and for each byte that is read."""
-    return Prior([DEFAULT_SPEED.transfer_base_s, byte_s], [0, 0], together=3.0, apart=1.0)
+    """Seconds until a request for KV is answered, and for each byte that is read. They are learned apart: a read that
+    followed its source had no request, and a slow link says nothing of the answer.
+    """
+    return Prior([DEFAULT_SPEED.transfer_base_s, byte_s], [0, 1], together=3.0, apart=1.0)
 
 
 TRANSFER_PRIOR: Final = transfer_prior(TRANSFER_BYTE_S)

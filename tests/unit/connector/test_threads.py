@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-from connector.transfer import threads
 from connector.transfer.threads import allow_cores, in_daemon_thread, unbind_heirs
+from shared import numa
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +18,7 @@ def _two_nodes(tmp_path, monkeypatch):
     """Two simulated NUMA nodes: even cores on one, odd cores on the other."""
     for core in range(64):
         (tmp_path / f"cpu{core}" / f"node{core % 2}").mkdir(parents=True)
-    monkeypatch.setattr(threads, "CPUS", tmp_path)
+    monkeypatch.setattr(numa, "CPUS", tmp_path)
 
 
 def on_a_thread(call: Callable[[], None]) -> set[int]:
@@ -76,7 +76,7 @@ def test_threads_that_inherited_their_core_may_use_others():
 
 
 def test_without_numa_information_all_cores_are_allowed(tmp_path, monkeypatch):
-    monkeypatch.setattr(threads, "CPUS", tmp_path / "nothing")
+    monkeypatch.setattr(numa, "CPUS", tmp_path / "nothing")
     mine = os.sched_getaffinity(0)
 
     assert on_a_thread(lambda: allow_cores(mine)) == mine

@@ -202,7 +202,9 @@ def test_similar_workers_keep_a_departed_workers_speed():
 
 
 def test_a_kv_read_lasts_from_request_to_last_byte():
-    speed = Fleet("w1").leg(transfer_report(requested_at=5.0, granted_at=5.1, read_at=5.2, ended_at=5.5, read_s=0.3))
+    fleet, read = Fleet("w1"), transfer_report(requested_at=5.0, granted_at=5.1, read_at=5.2, ended_at=5.5, read_s=0.3)
+    fleet.leg(read)
+    speed = fleet.leg(read)
 
     assert speed.transfer_base_s + 1000 * speed.transfer_token_s == pytest.approx(0.5, rel=0.15)
 
@@ -211,6 +213,17 @@ def test_a_read_that_follows_a_prefill_counts_only_transfer_time():
     read = transfer_report(requested_at=5.0, granted_at=5.1, read_at=5.2, ended_at=9.0, read_s=0.3, followed=True)
 
     assert 1000 * Fleet("w1").leg(read).transfer_token_s == pytest.approx(0.3, rel=0.15)
+
+
+def test_slow_reads_that_follow_a_prefill_say_nothing_of_the_time_to_a_grant():
+    """A worker that has read nothing yet is assumed to be as its peers: it would get no leg, and learn nothing."""
+    fleet = Fleet("w1", "w2")
+    read = transfer_report(requested_at=5.0, granted_at=5.1, read_at=5.2, ended_at=9.0, read_s=2.0, followed=True)
+    for _time in range(20):
+        fleet.leg(read)
+
+    assert fleet.of("w1").transfer_base_s == pytest.approx(WorkerSpeed().transfer_base_s)
+    assert fleet.of("w2").transfer_base_s == pytest.approx(WorkerSpeed().transfer_base_s)
 
 
 @pytest.mark.parametrize(
