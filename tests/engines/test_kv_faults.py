@@ -217,7 +217,7 @@ async def test_a_preempted_request_below_its_threshold_is_bounced(pair: Pair, dr
 
     report, transfer_report = report_of(frames)
     assert transfer_report.refused
-    assert transfer_report.preemptions == 1
+    assert transfer_report.preemptions >= 1
     assert report.finish_reason == "cache_threshold"
     assert b'"cache_threshold"' in b"".join(frame.data for frame in frames)
 
