@@ -201,14 +201,17 @@ class Launched:
         return found
 
     def pids(self, module: str, worker_id: str = "") -> list[int]:
-        """Processes that run ``python -m MODULE``, of one worker if it is named."""
-        return [
-            process.pid
+        """Processes that run ``python -m MODULE``, of one worker if it is named. A child looks the same until it runs
+        another program, and has a lower number where numbers start over.
+        """
+        found = {
+            process.pid: process.ppid()
             for process in psutil.process_iter()
             if self._is_ours(process)
             and f"-m {module}" in " ".join(process.cmdline())
             and (not worker_id or process.environ().get("WORKER_WORKER_ID") == worker_id)
-        ]
+        }
+        return [pid for pid, parent in found.items() if parent not in found]
 
     def worker_pid(self, worker_id: str) -> int:
         """The worker's process, as it is now; waits for one that is being started again."""

@@ -185,13 +185,14 @@ class Router:
         self._reported.set()
 
     async def load_where(self, worker: WorkerProcess, condition, s_max: float = 60.0) -> LoadReport:
-        """The first load report from now on for which ``condition`` holds."""
+        """The worker's first load report from now on for which ``condition`` holds."""
+        last = self.loads.get(worker.worker_id)
         async with asyncio.timeout(s_max):
             while True:
                 self._reported.clear()
                 await self._reported.wait()
                 report = self.loads.get(worker.worker_id)
-                if report is not None and condition(report):
+                if report is not None and report is not last and condition(report):
                     return report
 
     async def snapshot(self, worker: WorkerProcess) -> KvSnapshot:
