@@ -20,7 +20,6 @@ from connector import connector
 from connector.layout.engine_layout import beyond_boundaries
 from connector.transfer.threads import unbind_heirs
 from services.worker.engines.vllm.arguments import PARENT_PID
-from services.worker.engines.vllm.gloo_groups import share_loop
 
 
 @cache
@@ -91,7 +90,6 @@ class CpuExecutor(UniProcExecutor):
 
     def _init_executor(self) -> None:
         end_with_parent()
-        share_loop()
         self._cores = os.sched_getaffinity(0)
         self._has_begun = False
         super()._init_executor()
