@@ -41,6 +41,7 @@ from bench.bench_router import (
     ROUTER_CORE,
     SHORT_TOKENS,
     System,
+    await_answers,
     load,
     pin,
     running,
@@ -259,18 +260,6 @@ def direct_running() -> Iterator[Contender]:
 def baton_running(name: str, checkout: Path, pairs: int) -> Iterator[Contender]:
     with running(pairs, checkout) as system:
         yield Contender(name, system.port, system)
-
-
-def await_answers(port: int) -> None:
-    """Until the router has found its engines."""
-    deadline = time.monotonic() + READY_S_MAX
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError, subprocess.CalledProcessError):
-            wait_for(f"http://127.0.0.1:{port}/health")
-            if not load(port, requests=1)["errors"]:
-                return
-        time.sleep(0.2)
-    raise RunFailed(f"the router on port {port} served no request within {READY_S_MAX} s")
 
 
 def calibrate() -> float:

@@ -109,6 +109,7 @@ class System:
         self.router_pid = self.start(ROUTER_CORE, *router, ROUTER_PORT=str(self.port), ROUTER_LOG_REQUESTS="false")
         wait_for(f"http://127.0.0.1:{self.port}/ready")
         wait_for(f"http://127.0.0.1:{self.port}/metrics", exact=2 * pairs)
+        await_answers(self.port)
         self.measure_idle()
 
     def measure_idle(self) -> None:
@@ -168,6 +169,18 @@ def wait_for(url: str, *, exact: int = 0) -> None:
                 return
         time.sleep(0.1)
     raise RuntimeError(f"{url} was not ready within {READY_S_MAX} s")
+
+
+def await_answers(port: int) -> None:
+    """Until the router has found its engines."""
+    deadline = time.monotonic() + READY_S_MAX
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError, subprocess.CalledProcessError):
+            wait_for(f"http://127.0.0.1:{port}/health")
+            if not load(port, requests=1, seed="first answer")["errors"]:
+                return
+        time.sleep(0.2)
+    raise RunFailed(f"the router on port {port} served no request within {READY_S_MAX} s")
 
 
 def load(port: int, **options: Any) -> dict[str, Any]:
