@@ -20,6 +20,7 @@ import resource
 import selectors
 import signal
 import sys
+import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
@@ -156,11 +157,16 @@ class Server:
 
     def _reap(self, descriptor: int) -> None:
         child = self._children.pop(descriptor)
-        _pid, status = os.waitpid(child.pid, 0)
+        ended = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert ended is not None
+        status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        # Where all processes share one core, Linux 6.18 may spin for 30 s and longer when it reaps a child, in
+        # d_invalidate of the child's directory in /proc. So the status is read without that, and a thread reaps.
+        threading.Thread(target=os.waitpid, args=(child.pid, 0), name="reap", daemon=True).start()
         said = os.read(child.text, TEXT_BYTES_MAX).decode(errors="replace")
         os.close(descriptor)
         os.close(child.text)
-        packed = msgspec.msgpack.encode(TrialEnded(child.number, os.waitstatus_to_exitcode(status), said))
+        packed = msgspec.msgpack.encode(TrialEnded(child.number, status, said))
         self._out.write(len(packed).to_bytes(LENGTH_BYTES) + packed)
         self._out.flush()
 

@@ -10,6 +10,14 @@ from typing import Any
 from tests.support.fake_nixl._bindings import nixlBackendError
 
 
+def _never_reap(*_of: int) -> None:
+    time.sleep(3600)
+
+
+if os.environ.get("FAKE_NIXL_UNREAPED"):
+    os.waitpid = _never_reap  # type: ignore[assignment]
+
+
 def nixl_agent_config(**_fields: Any) -> None:
     return
 

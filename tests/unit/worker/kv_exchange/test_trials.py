@@ -101,6 +101,14 @@ async def test_what_does_not_end_a_process_may_be_tried_again(trials, loaded, me
     assert await tried(trials, b"honest") == Verdict(Outcome.PASSED)
 
 
+async def test_a_child_that_cannot_be_reaped_holds_nothing_up(loaded, monkeypatch):
+    monkeypatch.setenv("FAKE_NIXL_UNREAPED", "1")
+    async with Trials(FAKE) as trials:
+        assert await tried(trials, b"a") == Verdict(Outcome.PASSED)
+        assert (await tried(trials, b"segfault")).outcome is Outcome.DEADLY
+        assert await tried(trials, b"b") == Verdict(Outcome.PASSED)
+
+
 async def test_the_peers_memory_is_read(trials):
     async def verdict(metadata: bytes) -> Verdict:
         return await trials.verdict(peer(metadata, planes=2), OWN)
