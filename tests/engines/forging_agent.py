@@ -11,7 +11,7 @@ import numpy as np
 
 from connector.transfer.agent import Spans, TransferState
 from connector.transfer.nixl_agent import NixlAgent
-from tests.engines.forged_reads import FORGERY_FILE, Forgery
+from tests.engines.forged_reads import FORGERY_FILE, Forgery, Spoiling
 
 
 class ForgingAgent(NixlAgent):
@@ -19,18 +19,19 @@ class ForgingAgent(NixlAgent):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self._reads: dict[int, Spans] = {}
-        """Destinations of the reads under way, by their handles' identity."""
+        self._spoiling = Spoiling(Path(os.environ[FORGERY_FILE]))
+        self._reads: dict[int, tuple[Forgery, Spans]] = {}
+        """What to do with the reads under way, and their destinations, by their handles' identity."""
 
     def read(self, name: str, remote: Spans, local: Spans, *, device: str, remote_device: str) -> Any:
         handle = super().read(name, remote, local, device=device, remote_device=remote_device)
-        self._reads[id(handle)] = np.array(local)
+        self._reads[id(handle)] = (self._spoiling.next(), np.array(local))
         return handle
 
     def state(self, handle: Any) -> TransferState:
         state = super().state(handle)
-        if state is TransferState.DONE and (local := self._reads.pop(id(handle), None)) is not None:
-            forge(Forgery(Path(os.environ[FORGERY_FILE]).read_text(encoding="utf-8")), local)
+        if state is TransferState.DONE and (read := self._reads.pop(id(handle), None)) is not None:
+            forge(*read)
         return state
 
     def release(self, handle: Any) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,8 @@ from shared.bus.nats_bus import connect_nats
 from shared.bus.port import Bus
 from shared.contracts.channels import RUN_SELF_TEST
 from shared.contracts.fleet_orders import RunSelfTest, SelfTestResult
-from tests.engines.forged_reads import ENGINE_ARGS, FORGERY_FILE, Forgery
-from tests.support.model_families import make_model
+from tests.engines.forged_reads import ENGINE_ARGS, FORGERY_FILE, Forgery, spoil, spoiled
+from tests.support.model_families import FAMILIES, make_model
 from tests.support.nats_server import NatsServer
 from tests.support.worker_processes import WorkerProcess, start_worker, wait_ready
 
@@ -25,21 +27,32 @@ FLAT = {"num_hidden_layers": 6, "initializer_range": 0.02}
 TESTS = 6
 """At a time; a worker computes at most eight prompts for others."""
 TEST_S_MAX = 60.0
+FAMILY = "gpt-oss"
+WRONG = re.compile(r"the KV of group (\d+) that was read has other bytes than at its holder")
+Workers = tuple[str, list[WorkerProcess]]
+"""The address of NATS, and the holder and the reader."""
 
 
 @pytest.fixture(scope="module")
 def forgery(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The file that says how the reader's engine spoils what it reads."""
     file = tmp_path_factory.mktemp("forgery") / "forgery"
-    file.write_text(Forgery.NONE, encoding="utf-8")
+    spoil(file)
     return file
 
 
 @pytest.fixture(scope="module")
-def workers(tmp_path_factory: pytest.TempPathFactory, forgery: Path) -> Iterator[tuple[str, list[WorkerProcess]]]:
+def workers(tmp_path_factory: pytest.TempPathFactory, forgery: Path) -> Iterator[Workers]:
     """They became ready, so a self-test has passed in both directions."""
     folder = tmp_path_factory.mktemp("self-tests")
-    model = make_model("gpt-oss", folder, **FLAT)
+    with forging_pair(folder, make_model(FAMILY, folder, **FLAT), forgery) as workers:
+        asyncio.run(wait_ready(*workers))
+        yield workers
+
+
+@contextmanager
+def forging_pair(folder: Path, model: Path, forgery: Path) -> Iterator[Workers]:
+    """A holder and a reader that start."""
     settings = {"model": str(model), "served_model_name": "flat", "max_model_len": "1000", "engine_args": ENGINE_ARGS}
     environ = {FORGERY_FILE: str(forgery)}
     with NatsServer(folder, has_buckets=True) as nats:
@@ -48,7 +61,6 @@ def workers(tmp_path_factory: pytest.TempPathFactory, forgery: Path) -> Iterator
             start_worker(nats.url, READER, folder, role="decode", cpu_cores="1", environ=environ, **settings),
         ]
         try:
-            asyncio.run(wait_ready(nats.url, workers))
             yield nats.url, workers
         finally:
             for worker in workers:
@@ -56,13 +68,13 @@ def workers(tmp_path_factory: pytest.TempPathFactory, forgery: Path) -> Iterator
 
 
 @pytest.fixture
-async def bus(workers: tuple[str, list[WorkerProcess]]) -> AsyncIterator[Bus]:
+async def bus(workers: Workers) -> AsyncIterator[Bus]:
     bus = await connect_nats(workers[0], name="self-tests", connect_s_max=30.0)
     yield bus
     await bus.close()
 
 
-async def run(bus: Bus, workers: tuple[str, list[WorkerProcess]]) -> SelfTestResult:
+async def run(bus: Bus, workers: Workers) -> SelfTestResult:
     """The reader reads a prompt of the holder."""
     holder = workers[1][0].record
     assert holder is not None
@@ -70,7 +82,7 @@ async def run(bus: Bus, workers: tuple[str, list[WorkerProcess]]) -> SelfTestRes
     return await bus.ask(RUN_SELF_TEST, ask, timeout_s=TEST_S_MAX)
 
 
-async def test_right_kv_passes_however_near_the_tokens_are(bus: Bus, workers: tuple[str, list[WorkerProcess]]):
+async def test_right_kv_passes_however_near_the_tokens_are(bus: Bus, workers: Workers):
     """Alone and many at a time: then the holder computes several prompts in one step, and the reader several tails."""
     results = [await run(bus, workers)]
     results += await asyncio.gather(*(run(bus, workers) for _time in range(TESTS)))
@@ -79,15 +91,19 @@ async def test_right_kv_passes_however_near_the_tokens_are(bus: Bus, workers: tu
     assert max(result.logprob_difference for result in results) < LOGPROB_DIFFERENCE_MAX / 100
 
 
+@pytest.mark.parametrize("group", range(FAMILIES[FAMILY].groups))
 @pytest.mark.parametrize("kind", [Forgery.SWAPPED, Forgery.ZEROED])
-async def test_wrong_kv_fails_though_the_tokens_hardly_show_it(
-    kind: Forgery, bus: Bus, workers: tuple[str, list[WorkerProcess]], forgery: Path
+async def test_wrong_kv_of_one_group_fails_though_the_tokens_hardly_show_it(
+    kind: Forgery, group: int, bus: Bus, workers: Workers, forgery: Path
 ):
-    forgery.write_text(kind, encoding="utf-8")
-    try:
+    with spoiled(forgery, kind, group, FAMILIES[FAMILY].groups):
         result = await run(bus, workers)
-    finally:
-        forgery.write_text(Forgery.NONE, encoding="utf-8")
 
-    assert result.failure == "the KV of group 0 that was read has other bytes than at its holder"
+    assert named(result.failure) == group, result.failure
     assert (await run(bus, workers)).failure == ""
+
+
+def named(text: str) -> int | None:
+    """The KV cache group that this failure names."""
+    found = WRONG.search(text)
+    return int(found[1]) if found else None

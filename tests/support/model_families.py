@@ -92,6 +92,11 @@ class Family:
     states: int = 0
     """Groups of layers with a state."""
 
+    @property
+    def groups(self) -> int:
+        """Groups of KV cache blocks."""
+        return self.has_full + self.windows + self.states
+
     def blocks(self, tokens: int, step: int = 1) -> int:
         """Blocks of vLLM's pool, which serves all groups, that a request of so many tokens holds at most. ``step``: tokens
         that the engine may compute before it frees what a window has left.
