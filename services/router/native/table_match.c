@@ -189,25 +189,30 @@ static bool in_memory(struct block_table *table, uint64_t block, life_t life)
     return false;
 }
 
-/* Rows without a boundary so far, as bits by life, and those of them of which blocks of a window are being counted. */
+/* Rows by what is known of their boundaries, as bits by life. */
 struct waiting {
-    uint64_t lives[LIVES_MAX / 64 + 1], counting[LIVES_MAX / 64 + 1];
+    uint64_t done[LIVES_MAX / 64 + 1];     /* they have one */
+    uint64_t counting[LIVES_MAX / 64 + 1]; /* blocks of a window of theirs are being counted */
     int32_t *reach;     /* by row, in full-attention blocks */
     int32_t *counted;   /* by row; the boundary is in `out` meanwhile */
-    uint32_t *reaching; /* number of rows by reach */
+    uint32_t *reaching; /* by reach: number of rows without a boundary that hold any block of one */
     size_t furthest;    /* no row reaches further */
 };
 
-static void wait_for_all(const struct block_table *table, struct waiting *waiting, uint32_t rows)
+/* Where a model has full attention, rows without any are left out of `reaching`: most rows do not hold a prompt's first
+ * block, and to look at each would take as long as the look-up.
+ */
+static void wait_for_all(const struct block_table *table, struct waiting *waiting, bool has_full, uint32_t rows)
 {
-    memset(waiting->lives, 0, table_words(table) * sizeof *waiting->lives);
+    memset(waiting->done, 0, table_words(table) * sizeof *waiting->done);
     memset(waiting->counting, 0, table_words(table) * sizeof *waiting->counting);
     for (uint32_t row = 0; row < rows && row < table->rows; row++) {
+        size_t reach = (size_t)waiting->reach[row];
+        if (has_full && !reach)
+            continue;
         life_t life = table->life_of[row];
         if (life == NO_LIFE || !table->lives[life].counts[BOUNDARY])
             continue;
-        size_t reach = (size_t)waiting->reach[row];
-        waiting->lives[life / 64] |= 1ull << life % 64;
         waiting->reaching[reach]++;
         waiting->furthest = reach > waiting->furthest ? reach : waiting->furthest;
     }
@@ -228,15 +233,17 @@ static void give_up(const struct block_table *table, struct waiting *waiting, co
  * whole blocks, or with a partial block that is named by the boundary's own hash.
  */
 static void count_in(struct block_table *table, struct waiting *waiting, const uint64_t *having, uint64_t block,
-                     size_t end, const struct boundaries *at, int32_t *out)
+                     size_t end, const struct boundaries *at, int32_t *out, uint32_t rows)
 {
     size_t boundary = end > at->window_beyond ? end - at->window_beyond : 0, full = boundary + at->full_beyond;
     bool may_begin = boundary && boundary % at->step == 0, is_beyond = at->full_beyond || at->window_beyond;
-    for (uint32_t word = 0; word < table_words(table); word++)
-        for (uint64_t left = having[word] & waiting->lives[word]; left; left &= left - 1) {
+    for (uint32_t word = 0, words = table_words(table); word < words; word++)
+        for (uint64_t left = having[word] & ~waiting->done[word]; left; left &= left - 1) {
             uint64_t bit = left & -left;
             life_t life = (life_t)(word * 64 + (uint32_t)__builtin_ctzll(left));
             uint32_t row = table->row_of[life];
+            if (row >= rows)
+                continue;
             size_t reach = (size_t)waiting->reach[row];
             if (!(waiting->counting[word] & bit)) {
                 if (!may_begin ||
@@ -251,9 +258,10 @@ static void count_in(struct block_table *table, struct waiting *waiting, const u
             }
             if ((size_t)++waiting->counted[row] < at->window_blocks)
                 continue;
-            waiting->lives[word] &= ~bit;
+            waiting->done[word] |= bit;
             waiting->counting[word] &= ~bit;
-            waiting->reaching[reach]--;
+            if (reach || !at->stride)
+                waiting->reaching[reach]--;
         }
 }
 
@@ -261,16 +269,19 @@ void table_boundaries(struct block_table *table, const uint64_t *blocks, size_t 
                       int32_t *out, uint32_t rows)
 {
     struct waiting waiting;
-    uint64_t having[LIVES_MAX / 64 + 1] = {0};
+    uint64_t having[LIVES_MAX / 64 + 1]; /* the rows that have the last block */
+    uint32_t words = table_words(table);
     struct block_map *map = &table->maps[BOUNDARY];
     size_t stride = at->stride, window = at->window, whole = stride ? count / stride : 0;
+    bool may_be_in_first = stride > 1 && !at->full_beyond && !at->window_beyond; /* a boundary in a partial block */
     memset(out, 0, rows * sizeof *out);
     if (!map->block_count || !rows || !count)
         return;
-    waiting.reach = must(calloc(2 * (size_t)rows + whole + 1, sizeof *waiting.reach));
+    waiting.reach = must(malloc((2 * (size_t)rows + whole + 1) * sizeof *waiting.reach));
     waiting.counted = waiting.reach + rows;
     waiting.reaching = (uint32_t *)waiting.counted + rows;
     waiting.furthest = 0;
+    memset(waiting.reaching, 0, (whole + 1) * sizeof *waiting.reaching);
     if (stride == 1)
         table_depths(table, blocks, count, waiting.reach, rows);
     else if (whole) {
@@ -279,29 +290,35 @@ void table_boundaries(struct block_table *table, const uint64_t *blocks, size_t 
             strided[i] = blocks[(i + 1) * stride - 1];
         table_depths(table, strided, whole, waiting.reach, rows);
         free(strided);
-    }
-    wait_for_all(table, &waiting, rows);
+    } else
+        memset(waiting.reach, 0, rows * sizeof *waiting.reach);
+    wait_for_all(table, &waiting, stride, rows);
     set_t before = 0;
+    size_t fetched = SIZE_MAX; /* the blocks that end from here on are being prefetched */
     for (size_t end = count / window * window; end; end -= window) {
         while (waiting.furthest && !waiting.reaching[waiting.furthest])
             waiting.furthest--;
         size_t last = waiting.furthest * stride + stride - 1 + at->window_beyond;
         if (stride && end > last)
             end = last / window * window;
-        if (!end || !waiting.reaching[waiting.furthest])
+        if (!end || !(waiting.reaching[waiting.furthest] || may_be_in_first))
             break;
-        if (end > AHEAD * window)
-            map_prefetch(map, blocks[end - AHEAD * window - 1]);
+        for (fetched = fetched < end ? fetched : end + window; fetched > window && fetched + AHEAD * window > end;) {
+            fetched -= window;
+            map_prefetch(map, blocks[fetched - 1]);
+        }
         set_t set = map_get(map, blocks[end - 1]);
         if (set != before) {
-            memset(having, 0, table_words(table) * sizeof *having);
+            memset(having, 0, words * sizeof *having);
             if (set)
                 sets_add_to(&table->sets, set, having);
+            for (uint32_t word = 0; word < words; word++)
+                having[word] &= ~table->dead[word];
             give_up(table, &waiting, having, out);
             before = set;
         }
         if (set)
-            count_in(table, &waiting, having, blocks[end - 1], end, at, out);
+            count_in(table, &waiting, having, blocks[end - 1], end, at, out, rows);
     }
     free(waiting.reach);
 }
