@@ -133,6 +133,10 @@ MISSING, GRANTED, ARRIVED = 0, 1, 2
 WHOLE = -1
 """Instead of a block's index in ``Fetch._spent``: the source was asked for all that was missing."""
 
+MISMATCH = "the grant does not match the request"
+NOT_BEYOND = "the holder's last boundary is not beyond the full attention that is cached here"
+ANOTHER_END = "the holder ended at an earlier boundary than the one that blocks are allocated for"
+
 
 class BlockProgress:
     """A run of blocks of one group, one byte each: every event searches it, and a long prompt has thousands."""
@@ -300,8 +304,8 @@ class Fetch:
         request = next((request for request in self.requests if request.lease_id == grant.ask_id), None)
         if request is None or not request.open or request.peer != (grant.worker_id, grant.epoch):
             return
-        if grant.groups and not self._accept(request, grant, now):
-            request.close("the grant does not match the request")
+        if grant.groups and (why := self._accept(request, grant, now)):
+            request.close(why)
         if grant.final:
             request.close(str(grant.reason or ""))
         self._go_on(now)
@@ -397,22 +401,22 @@ class Fetch:
         else:
             self._release(request)
 
-    def _accept(self, request: LeaseRequest, grant: KvGrant, now: float) -> bool:
-        """Take what a grant has; False if it is not what was asked for."""
+    def _accept(self, request: LeaseRequest, grant: KvGrant, now: float) -> str:
+        """Take what a grant has; or why not, if it is of no use or not what was asked for."""
         groups, have = self._groups, max(request.granted_end, request.first)
         granted = groups.granted(grant.groups, have, grant.boundary) if is_sound_grant(grant) else None
         if granted is None:
-            return False
+            return MISMATCH
         blocks, end = granted
         last = grant.boundary or end
         if last > min(request.end, self.end) or not groups.is_named(self.plan.hashes, last, grant.last_hash):
-            return False
+            return MISMATCH
         if grant.boundary and not groups.keeps_prefix and not self._can_end_at(grant.boundary):
-            return False
+            return NOT_BEYOND if grant.boundary <= self.plan.start else ANOTHER_END
         request.granted(Segment(self._wanted(blocks), grant.until_s), end, now)
         if request.followed:  # Each chunk of a followed prompt takes time to compute, so the wait restarts.
             request.overdue_at = now + self.plan.follow_s
-        return True
+        return ""
 
     def _can_end_at(self, boundary: int) -> bool:
         """End there, if that is of use: until blocks are allocated, any boundary after ``FetchPlan.start`` is."""

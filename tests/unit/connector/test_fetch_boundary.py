@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from connector.groups import Blocks, GroupPlan
 from connector.messages import ReadPart
-from connector.reader.fetch import Fetch, FetchLimits, FetchPlan, Outbox
+from connector.reader.fetch import ANOTHER_END, MISMATCH, NOT_BEYOND, Fetch, FetchLimits, FetchPlan, Outbox
 from connector.reader.lease_request import Source
 from shared.contracts.kv_exchange import GroupBlocks, KvGrant, KvGroup, KvGroupKind, KvOffer, NoGrant, pack_block_ids
 from tests.unit.connector.fetching import ME, A, B
@@ -184,6 +184,7 @@ def test_a_boundary_within_what_is_here_is_noted_and_the_next_source_is_asked(be
     assert (fetch.behind, bench.asked.worker_id) == (160, "b")
     bench.grant(fetch, 0, reason=NoGrant.NOT_HELD)
     assert (fetch.tokens(), fetch.over) == (0, True)
+    assert [read.failure for read in fetch.reads()] == [NOT_BEYOND, NoGrant.NOT_HELD]
 
 
 def test_blocks_of_a_window_that_are_here_are_not_read(bench):
@@ -288,7 +289,7 @@ def test_a_followed_source_that_ends_at_another_boundary_has_failed(bench):
     bench.grant(fetch, 256, groups=groups_for(128, 256))
 
     assert (fetch.over, fetch.arrived, fetch.full_end) == (True, 0, 128)
-    assert [read.failure for read in fetch.reads()] == ["the grant does not match the request"]
+    assert [read.failure for read in fetch.reads()] == [ANOTHER_END]
 
 
 def test_a_followed_source_that_gives_up_leaves_the_rest_to_the_next_one(bench):
@@ -314,6 +315,9 @@ HOSTILE = [
     {"groups": [*groups_for(0, 288)[:2], GroupBlocks(first=1 << 24, block_ids=pack_block_ids([207, 208]))]},
     {"groups": [GroupBlocks(first=-1, block_ids=pack_block_ids([4])), *groups_for(0, 288)[1:]]},
     {"groups": [GroupBlocks(first=4, block_ids=b"abcde"), *groups_for(0, 288)[1:]]},
+    {"groups": [GroupBlocks(first=3, block_ids=pack_block_ids([3])), *groups_for(0, 288)[1:]]},
+    {"groups": [*groups_for(0, 288)[:2], GroupBlocks(first=7, block_ids=pack_block_ids([207]))]},
+    {"groups": groups_for(0, 288)[::-1]},
     {"groups": [GroupBlocks(first=4, block_ids=pack_block_ids([4, 5])), *groups_for(0, 288)[1:]]},
     {"boundary": 280},
     {"boundary": -288},
@@ -330,6 +334,7 @@ def test_a_hostile_grant_is_refused_and_the_next_source_is_asked(bench, wrong):
     bench.grant(fetch, 288, **wrong)
 
     assert bench.asked.worker_id == "b"
+    assert fetch.reads()[0].failure == MISMATCH
     bench.grant(fetch, 288)
     bench.begin(fetch)
     assert {read.peer for read in bench.reads()} == {B}
