@@ -76,6 +76,7 @@ void table_depths(struct block_table *table, const uint64_t *blocks, size_t coun
 struct boundaries {
     size_t stride, step, window, window_blocks, full_beyond, window_beyond;
     int is_narrow;
+    size_t short_by; /* `short` is a word of C */
 };
 #define NARROW_MARK 0x9e3779b97f4a7c15ull /* as in shared/contracts/kv_events.py */
 /* Writes each row's longest usable prefix of a model with boundaries. `step`, `window`, `window_blocks` are positive. */

@@ -119,12 +119,13 @@ static PyObject *depths(Table *self, PyObject *const *args, Py_ssize_t given)
 static PyObject *boundaries(Table *self, PyObject *const *args, Py_ssize_t given)
 {
     Py_buffer out;
-    Py_ssize_t stride, step, window, window_blocks, full_beyond, window_beyond;
+    Py_ssize_t stride, step, window, window_blocks, full_beyond, window_beyond, short_by;
     int is_narrow;
-    if (!is_count(given, 3) || !PyArg_ParseTuple(args[1], "nnnnnnp", &stride, &step, &window, &window_blocks,
-                                                 &full_beyond, &window_beyond, &is_narrow))
+    if (!is_count(given, 3) || !PyArg_ParseTuple(args[1], "nnnnnnpn", &stride, &step, &window, &window_blocks,
+                                                 &full_beyond, &window_beyond, &is_narrow, &short_by))
         return NULL;
-    if (stride < 0 || step < 1 || window < 1 || window_blocks < 1 || full_beyond < 0 || window_beyond < 0)
+    if (stride < 0 || step < 1 || window < 1 || window_blocks < 1 || full_beyond < 0 || window_beyond < 0 ||
+        short_by < 0)
         return PyErr_Format(PyExc_ValueError, "boundaries at %R", args[1]);
     if (!open_array(args[2], &out, sizeof(int32_t), PyBUF_WRITABLE))
         return NULL;
@@ -134,7 +135,7 @@ static PyObject *boundaries(Table *self, PyObject *const *args, Py_ssize_t given
         size_t most = (size_t)count + 1;
 #define CAPPED(number) ((size_t)(number) < most ? (size_t)(number) : most)
         struct boundaries at = {CAPPED(stride), CAPPED(step), CAPPED(window), CAPPED(window_blocks),
-                                CAPPED(full_beyond), CAPPED(window_beyond), is_narrow};
+                                CAPPED(full_beyond), CAPPED(window_beyond), is_narrow, CAPPED(short_by)};
 #undef CAPPED
         table_boundaries(&self->table, self->scratch, (size_t)count, &at, out.buf, (uint32_t)(out.len / out.itemsize));
     }

@@ -320,6 +320,11 @@ void table_boundaries(struct block_table *table, const uint64_t *blocks, size_t 
         if (set)
             count_in(table, &waiting, having, blocks[end - 1], end, at, out, rows);
     }
+    for (uint32_t word = 0; at->short_by && word < words; word++)
+        for (uint64_t left = waiting.counting[word]; left; left &= left - 1) {
+            int32_t *boundary = &out[table->row_of[word * 64 + (uint32_t)__builtin_ctzll(left)]];
+            *boundary = (size_t)*boundary > at->short_by ? *boundary - (int32_t)at->short_by : 0;
+        }
     free(waiting.reach);
 }
 

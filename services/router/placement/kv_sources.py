@@ -83,12 +83,13 @@ class PrefixDepths:
 
 def boundaries_of(scheme: HashScheme) -> Boundaries:
     """Where prefixes can be of use, in hashes."""
-    size, window = scheme.block_size, scheme.window_stride
+    size, window, step = scheme.block_size, scheme.window_stride, scheme.align // scheme.block_size
     beyond = scheme.window_beyond // size
     blocks = scheme.window_blocks + beyond // window
-    return Boundaries(
-        scheme.stride, scheme.align // size, window, blocks, scheme.full_beyond // size, beyond, scheme.narrow
-    )
+    # Where windows reach the prompt's beginning, vLLM cuts what it finds at a multiple of ``align`` before it drops the
+    # drafter's block, and after it.
+    short = step if beyond % step else 0
+    return Boundaries(scheme.stride, step, window, blocks, scheme.full_beyond // size, beyond, scheme.narrow, short)
 
 
 def named_sources(sources: Sequence[WorkerId], view: WorkerView, cluster: ClusterView, able: t.Bools) -> list[KvSource]:

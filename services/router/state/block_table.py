@@ -44,6 +44,10 @@ class Boundaries(NamedTuple):
     window_beyond: int = 0
     narrow: bool = False
     """The last of the blocks must be held under its hash XOR ``NARROW_MARK``, too."""
+    short: int = 0
+    """So many hashes before a boundary a request continues for which the blocks from the prompt's beginning on are
+    fewer than ``window_blocks``.
+    """
 
 
 class BlockTable(Protocol):
@@ -164,7 +168,7 @@ class PythonBlockTable:
 
     def boundaries(self, hashes: Hashes, at: Boundaries, out: Depths) -> None:
         """See ``BlockTable``."""
-        stride, step, window, blocks, full_beyond, window_beyond, is_narrow = at
+        stride, step, window, blocks, full_beyond, window_beyond, is_narrow, short = at
         may_be_partial = not full_beyond and not window_beyond
         chain, holders, rows = numbers(hashes), self._holders[BOUNDARY], len(out)
         reach: Depths = np.zeros(rows, np.int32)
@@ -194,7 +198,7 @@ class PythonBlockTable:
                 if count + 1 >= blocks:
                     out[row] = boundary
         for row, (boundary, _count) in begun.items():
-            out[row] = out[row] or boundary
+            out[row] = out[row] or max(0, boundary - short)
 
     def cover(self, hashes: Hashes, first: int, end: int, allowed: Mask) -> list[Source]:
         """See ``BlockTable``."""

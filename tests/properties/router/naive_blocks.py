@@ -41,6 +41,8 @@ KINDS = (
     Boundaries(1, 1, 1, 3, narrow=True),
     Boundaries(2, 2, 1, 3, 2, 1, narrow=True),
     Boundaries(0, 2, 2, 2, narrow=True),
+    Boundaries(2, 2, 1, 4, 2, 1, short=2),
+    Boundaries(1, 4, 2, 3, 1, 2, short=4),
     Boundaries(200),
     Boundaries(0, 200),
     Boundaries(1, 1, 1, 200),
@@ -70,7 +72,7 @@ class NaiveBlocks:
                 continue
             if at.full_beyond or at.window_beyond:
                 if self._is_held_beyond(held, ends, chain, end, at):
-                    return end
+                    return self._continued(end, at)
                 continue
             window = [chain[one - 1] for one in range(end, 0, -at.window)][: at.window_blocks]
             # A block that ends beyond the boundary contains it, and so does a partial one, which has its name.
@@ -78,8 +80,13 @@ class NaiveBlocks:
             contained = not stride or end % stride == 0 or chain[end - 1] in held or held.issuperset(beyond or [None])
             full = chain[stride - 1 : end : stride] if stride else []
             if contained and held.issuperset(full) and ends.issuperset(window):
-                return end
+                return self._continued(end, at)
         return 0
+
+    def _continued(self, end: int, at: Boundaries) -> int:
+        """Where a request continues that has found this boundary."""
+        blocks = len(range(end + at.window_beyond, 0, -at.window))
+        return end if blocks >= at.window_blocks else max(0, end - at.short)
 
     def _is_held_beyond(self, held: set[int], ends: set[int], chain: list[int], end: int, at: Boundaries) -> bool:
         """Whole blocks only, and up to ``beyond``, which the chain must reach."""

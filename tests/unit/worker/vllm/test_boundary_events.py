@@ -37,6 +37,7 @@ MODEL = {
     "max_position_embeddings": 4096,
     "torch_dtype": "float32",
 }
+WINDOWS = {"narrow": 17, "window": 40, "wide": 150}
 Groups = tuple[tuple[str, int], ...]
 LAYOUTS: dict[str, tuple[Groups, int, int | None]] = {
     "full": ((("full", 16),), 16, 0),
@@ -51,6 +52,8 @@ LAYOUTS: dict[str, tuple[Groups, int, int | None]] = {
     "window and drafter": ((("window", 16), ("full", 16)), 16, None),
     "window and drafter, kept at prompts' ends": ((("window", 16), ("full", 16)), 16, 0),
     "window of longer blocks and drafter": ((("window", 32), ("full", 16)), 16, None),
+    "window of shorter blocks and drafter": ((("window", 16), ("full", 32)), 16, None),
+    "wide window of shorter blocks and drafter": ((("wide", 16), ("full", 32)), 16, None),
 }
 """Kinds and block sizes of groups, the unit of hashes, and the retention interval."""
 
@@ -63,8 +66,8 @@ def spec_of(kind: str, block_size: int) -> Any:
     match kind:
         case "full":
             return FullAttentionSpec(block_size=block_size, **heads)
-        case "window" | "narrow":
-            return SlidingWindowSpec(block_size=block_size, sliding_window=40 if kind == "window" else 17, **heads)
+        case "window" | "narrow" | "wide":
+            return SlidingWindowSpec(block_size=block_size, sliding_window=WINDOWS[kind], **heads)
         case _:
             return MambaSpec(
                 block_size=block_size, shapes=((block_size * 2, 2),), dtypes=(torch.float32,), mamba_cache_mode="align"
