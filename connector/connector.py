@@ -105,7 +105,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             assert kv_cache_config.cache_hit_alignment_tokens is not None
             self._hash_block_size = kv_cache_config.hash_block_size
             alignment = kv_cache_config.cache_hit_alignment_tokens
-            ranks = vllm_config.parallel_config.tensor_parallel_size
+            parallel = vllm_config.parallel_config
+            ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
             beyond = max(beyond_boundaries(vllm_config, kv_cache_config))
             shape = EngineShape(self._hash_block_size, alignment, groups_of(kv_cache_config), ranks, beyond)
             self.connector_scheduler = ConnectorScheduler(settings, shape)
@@ -136,8 +137,10 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         """Receive the engine's blocks."""
         self.connector_scheduler.bind(kv_cache_manager)
 
-    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """All ranks have registered their memory."""
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """All ranks have registered their memory: by pipeline stage and tensor-parallel rank."""
         ranks = [metadata[rank] for rank in sorted(metadata)]
         ranks_of_ours = [one for one in ranks if isinstance(one, RankHandshake)]
         with refusals_saved(self._refusal_file):

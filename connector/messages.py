@@ -224,13 +224,13 @@ class ReadPart:
     failure: str = ""
 
 
-HeadKey = tuple[int, int, int]
-"""A KV cache group, the heads of the whole model in a plane, and one of them: planes may differ in their heads."""
+HeadKey = tuple[int, str, int, int]
+"""A KV cache group, a layer, the heads of the whole model in a plane, and one of them: planes may differ in heads."""
 
 
 @dataclass(slots=True)
 class BlocksDigested:
-    """Digests of blocks by the heads that one rank holds; after ``RankAggregation``, of all heads."""
+    """Digests of blocks by the layers and heads that one rank holds; after ``RankAggregation``, of all."""
 
     digest_number: int
     heads: dict[HeadKey, bytes]
@@ -257,7 +257,7 @@ class Results:
 
 
 class RankAggregation:
-    """Joins the results of tensor-parallel ranks, each of which reads its share of each block.
+    """Joins the results of an engine's ranks, of all pipeline stages, each of which reads its share of each block.
 
     Each of ``ranks`` reports each part, connection and digest once. A read part is final when the last rank has
     reported it; a peer is connected when all ranks are, and lost when one rank has lost it.

@@ -7,14 +7,13 @@ another version they might fail late, or hand over wrong KV; so an engine of ano
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import lcm
 from typing import Any
 
 from connector.layout.states import StateShape, planes_of_state
-from connector.layout.tensors import HOW_TO_FIX, CacheTensor, UnsupportedLayout, heads_of, layer_of
+from connector.layout.tensors import HOW_TO_FIX, CacheTensor, UnsupportedLayout, by_numbers, heads_of, layer_of
 from connector.transfer.agent import Region
 from shared.contracts.kv_exchange import KvGroup, KvGroupKind, KvLayer
 
@@ -103,7 +102,6 @@ def config_refusals(vllm_config: Any) -> list[str]:
 
 def _parallel_refusals(parallel: Any) -> list[str]:
     why = {
-        "pipeline_parallel_size": "each stage holds different layers, and a rank reads from ranks with the same layers",
         "decode_context_parallel_size": "a block's tokens are spread over ranks",
         "prefill_context_parallel_size": "a block's tokens are spread over ranks",
         "nnodes": "a lease ends at an instant of one host's clock, which the ranks of another host do not have",
@@ -262,13 +260,13 @@ def layers_of(kv_caches: dict[str, Any], kv_cache_config: Any, model: ModelHeads
         for group, of in enumerate(kv_cache_config.kv_cache_groups)
         for name, spec in _specs(of).items()
     }
-    return [_layer(name, kv_caches[name], *specs[name], blocks, model) for name in sorted(specs, key=_by_numbers)]
+    return [_layer(name, kv_caches[name], *specs[name], blocks, model) for name in sorted(specs, key=by_numbers)]
 
 
 def groups_of(kv_cache_config: Any) -> list[KvGroup]:
     """The KV cache groups as peers see them."""
     return [
-        _group(group.kv_cache_spec.block_size, next(iter(_specs(group).values())))
+        _group(group.kv_cache_spec.block_size, next(iter(_specs(group).values()), group.kv_cache_spec))
         for group in kv_cache_config.kv_cache_groups
     ]
 
@@ -340,11 +338,6 @@ def retain_answers(kv_cache_config: Any) -> None:
         kv_cache_config.prefix_cache_retention_interval = RETAINED_BLOCKS * lcm(*(group.block_size for group in groups))
     elif KvGroupKind.WINDOW in kinds:
         kv_cache_config.prefix_cache_retention_interval = None
-
-
-def _by_numbers(name: str) -> list[Any]:
-    """Sort key with ``layers.10`` after ``layers.2``."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 def _tensor(name: str, cache: Any, group: int, spec: Any, blocks: int) -> CacheTensor:

@@ -1,6 +1,7 @@
 """Computes the memory spans to copy for a read: addresses at the peer's ranks (remote) and at the reading rank (local).
 
-A rank reads the heads that it owns, of every layer, from the peer's ranks that hold them. Layers are paired by name.
+A rank reads the heads that it owns, of each of its layers, from the peer's ranks that hold them, whose pipeline stages
+may be others. Layers are paired by name.
 Block ids are those of one KV cache group, so each group has routes of its own. Pieces that are adjacent on both sides
 are copied as one, because larger pieces transfer faster.
 """
@@ -14,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from connector.groups import GroupPlan
-from connector.layout.tensors import heads_of, totals_of
+from connector.layout.tensors import heads_of, stages_of, totals_of
 from shared.contracts.kv_exchange import KvHandshake, KvLayer, KvRank
 
 Numbers = NDArray[np.uint64]
@@ -33,7 +34,7 @@ FEW_PIECES = 256
 class ReaderRank:
     memory: KvRank
     ranks: int
-    """Tensor-parallel ranks of its engine."""
+    """Tensor-parallel ranks of its pipeline stage."""
 
     def heads(self, total: int) -> range:
         """Its heads of those of the whole model."""
@@ -47,7 +48,7 @@ class Route:
     """
 
     rank: int
-    """The peer's rank."""
+    """Index in the peer's ``KvHandshake.ranks``."""
     group: int
     devices: tuple[int, int]
     """Remote and local."""
@@ -75,18 +76,22 @@ class _Share:
 def routes_to(reader: ReaderRank, peer: KvHandshake) -> list[Route]:
     """A route for each group and each of the peer's ranks that the reader needs. Expects compatible layouts."""
     remote_layers = [{layer.name: layer for layer in rank.layers} for rank in peer.ranks]
-    shares = {total: _shares(reader, len(peer.ranks), total) for total in totals_of(reader.memory)}
+    stages = stages_of(peer)
+    size = len(stages[0])
+    stage_of = {layer.name: number for number, stage in enumerate(stages) for layer in stage[0].layers}
+    shares = {total: _shares(reader, size, total) for total in totals_of(reader.memory)}
     pieces: dict[tuple[int, int], list[tuple[int, ...]]] = {}
     for local in reader.memory.layers:
+        first = size * stage_of[local.name]
         for number, plane in enumerate(local.planes):
             for rank, share in shares[plane.total].items():
-                piece = _piece(remote_layers[rank][local.name], local, number, share)
-                pieces.setdefault((rank, local.group), []).append(piece)
-    return [_route(reader, peer.ranks[rank], group, of) for (rank, group), of in sorted(pieces.items())]
+                piece = _piece(remote_layers[first + rank][local.name], local, number, share)
+                pieces.setdefault((first + rank, local.group), []).append(piece)
+    return [_route(reader, index, peer.ranks[index], group, of) for (index, group), of in sorted(pieces.items())]
 
 
 def _shares(reader: ReaderRank, ranks: int, total: int) -> dict[int, _Share]:
-    """What the reader copies from each of the peer's ranks, of planes with so many heads in the whole model."""
+    """What the reader copies from each of a stage's ranks, of planes with so many heads in the whole model."""
     holders: dict[range, list[int]] = {}
     for rank in range(ranks):
         holders.setdefault(heads_of(rank, ranks, total), []).append(rank)
@@ -110,11 +115,11 @@ def _piece(remote: KvLayer, local: KvLayer, number: int, share: _Share) -> tuple
     )
 
 
-def _route(reader: ReaderRank, remote: KvRank, group: int, pieces: list[tuple[int, ...]]) -> Route:
+def _route(reader: ReaderRank, index: int, remote: KvRank, group: int, pieces: list[tuple[int, ...]]) -> Route:
     rows = _joined(sorted(pieces))
     remote_base, remote_stride, local_base, local_stride, lengths = np.array(rows, dtype=np.uint64).T
     return Route(
-        rank=remote.rank,
+        rank=index,
         group=group,
         devices=(remote.device_id, reader.memory.device_id),
         remote=remote_base,

@@ -7,6 +7,8 @@ adjacent: then any range of heads is contiguous and can be read in one piece.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from connector.layout.bounds import why_out_of_bounds
@@ -118,13 +120,20 @@ def heads_of(rank: int, ranks: int, kv_heads: int) -> range:
     raise UnsupportedLayout(f"{kv_heads} KV heads do not divide over {ranks} tensor-parallel ranks")
 
 
-def why_not(own: KvHandshake, peer: KvHandshake) -> str:
-    """Why blocks of ``peer`` must not be read into ``own``; empty if they may be read."""
+def why_not(own: KvHandshake, peer: KvHandshake, *, is_whole: bool = True) -> str:
+    """Why blocks of ``peer`` must not be read into ``own``; empty if they may be read. ``is_whole``: ``own`` lists all
+    ranks of its engine, not one alone, which may lack the layers of other pipeline stages.
+    """
     for name, remedy in MUST_BE_EQUAL.items():
         ours, theirs = getattr(own, name), getattr(peer, name)
         if ours != theirs:
             return f"{name} differs: {_text(ours)} here, {_text(theirs)} there{remedy}"
-    return why_malformed(peer) or _why_layers_differ(own.ranks[0], peer.ranks[0])
+    if why := why_malformed(peer):
+        return why
+    ours, theirs = contents_of(own.ranks), contents_of(peer.ranks)
+    if is_whole and len(ours) != len(theirs):
+        return f"layers differ: {len(ours)} here, {len(theirs)} there"
+    return _why_layers_differ(ours, theirs)
 
 
 def _text(value: object) -> str:
@@ -143,15 +152,34 @@ def why_malformed(peer: KvHandshake) -> str:
     """
     if why := why_out_of_bounds(peer):
         return why
-    if not peer.ranks or [rank.rank for rank in peer.ranks] != list(range(len(peer.ranks))):
-        return f"ranks are {[rank.rank for rank in peer.ranks]}, not 0, 1, 2 …"
-    for rank in peer.ranks:
-        if why := _why_heads_differ(rank, len(peer.ranks)):
+    stages, shape = stages_of(peer), [(rank.stage, rank.rank) for rank in peer.ranks]
+    if not shape or shape != [(stage, rank) for stage in range(len(stages)) for rank in range(len(stages[0]))]:
+        return f"(stage, rank) of the ranks are {shape}, not all of each stage in their order"
+    known: set[str] = set()
+    for stage in stages:
+        if why := next(filter(None, (_why_rank_differs(rank, stage) for rank in stage)), ""):
             return why
-        if len(contents_of(rank)) < len(rank.layers):
-            return f"rank {rank.rank} has two layers of one name"
-        if contents_of(rank) != contents_of(peer.ranks[0]):
-            return f"rank {rank.rank} has other layers than rank 0"
+        names = set(contents_of(stage[:1]))
+        if twice := names & known:
+            return f"layer {min(twice)} is in two stages"
+        known |= names
+    return ""
+
+
+def stages_of(handshake: KvHandshake) -> list[list[KvRank]]:
+    """The ranks of each pipeline stage: as many as there are of the first one."""
+    size = max(1, sum(rank.stage == 0 for rank in handshake.ranks))
+    return [handshake.ranks[first : first + size] for first in range(0, len(handshake.ranks), size)]
+
+
+def _why_rank_differs(rank: KvRank, stage: list[KvRank]) -> str:
+    """Why a rank contradicts the number of ranks, the model's heads, or the first rank of its stage; empty if not."""
+    if why := _why_heads_differ(rank, len(stage)):
+        return why
+    if len(contents_of([rank])) < len(rank.layers):
+        return f"rank {rank.rank} has two layers of one name"
+    if contents_of([rank]) != contents_of(stage[:1]):
+        return f"rank {rank.rank} has other layers than rank 0"
     return ""
 
 
@@ -173,11 +201,8 @@ def totals_of(rank: KvRank) -> set[int]:
     return {plane.total for layer in rank.layers for plane in layer.planes}
 
 
-def _why_layers_differ(own: KvRank, peer: KvRank) -> str:
-    """Why layers differ; empty if they do not. Those of one name must have the same group and planes."""
-    ours, theirs = contents_of(own), contents_of(peer)
-    if len(ours) != len(theirs):
-        return f"layers differ: {len(ours)} here, {len(theirs)} there"
+def _why_layers_differ(ours: Mapping[str, Content], theirs: Mapping[str, Content]) -> str:
+    """Why layers of one name differ, or are not there; empty if neither is so."""
     for name, content in ours.items():
         if name not in theirs:
             return f"layers differ: {name} is not there"
@@ -193,9 +218,15 @@ Content = tuple[int, tuple[tuple[int, int], ...]]
 """A layer's group, and for each plane the bytes of a head and the heads of the whole model."""
 
 
-def contents_of(rank: KvRank) -> dict[str, Content]:
+def by_numbers(name: str) -> list[int | str]:
+    """Sort key of layers, with ``layers.10`` after ``layers.2``."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+
+
+def contents_of(ranks: Iterable[KvRank]) -> dict[str, Content]:
     """The content of each layer by name."""
     return {
         layer.name: (layer.group, tuple((plane.head_bytes, plane.total) for plane in layer.planes))
+        for rank in ranks
         for layer in rank.layers
     }

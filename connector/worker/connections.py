@@ -91,7 +91,7 @@ class Connections:
         connection = Connection(handshake, self._clock())
         self._connections[key] = connection
         with self._losing(key):
-            if failure := why_not(self._own.handshake, handshake):
+            if failure := why_not(self._own.handshake, handshake, is_whole=False):
                 raise TransferFailed(failure)
             connection.routes = routes_to(self._own.reader, handshake)
             for rank in sorted({route.rank for route in connection.routes}):

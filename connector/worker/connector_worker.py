@@ -1,4 +1,4 @@
-"""The connector's worker role, one per tensor-parallel rank: connects to peers and reads blocks, as ordered.
+"""The connector's worker role, one for each rank of each pipeline stage: connects to peers and reads blocks.
 
 It decides nothing about requests. No byte of a part moves after its report.
 """
@@ -66,7 +66,7 @@ def refuse_other_hosts(ranks: Iterable[RankHandshake]) -> None:
     own = host_id()
     if any(one.host != own for one in ranks):
         raise UnsupportedEngine(
-            "The Baton connector does not support tensor parallelism over several hosts: a rank's clock is not the "
+            "The Baton connector does not support ranks on several hosts: a rank's clock is not the "
             "scheduler's. Use as many ranks as one host has devices, or WORKER_CONNECTOR=upstream."
         )
 
@@ -87,8 +87,9 @@ class ConnectorWorker:
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Make the engine's blocks readable by peers, and start the transfer thread."""
-        rank = int(self._parallel.rank) % int(self._parallel.tensor_parallel_size)
-        name = f"{self._settings.worker_id}-{self._settings.epoch}-{rank}-{uuid.uuid4().hex[:8]}"
+        size = int(self._parallel.tensor_parallel_size)
+        stage, rank = divmod(int(self._parallel.rank) % (size * int(self._parallel.pipeline_parallel_size)), size)
+        name = f"{self._settings.worker_id}-{self._settings.epoch}-{stage}-{rank}-{uuid.uuid4().hex[:8]}"
         set_ucx_defaults({cache.device.type for cache in kv_caches.values()})
         agent = self._make_agent(name)
         _create_pages(kv_caches)
@@ -101,8 +102,9 @@ class ConnectorWorker:
             device=regions[0].device,
             device_id=regions[0].device_id,
             layers=layers_of(kv_caches, self._cache, self._heads),
+            stage=stage,
         )
-        own = Own(ReaderRank(self._memory, self._parallel.tensor_parallel_size), self._handshake(), scratch.base)
+        own = Own(ReaderRank(self._memory, size), self._handshake(), scratch.base)
         read_memory = memory_reader(kv_caches)
         self._thread = TransferThread(
             lambda: Copier(agent, own, time.monotonic, read_memory=read_memory), self._settings.copy_cores

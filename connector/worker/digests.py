@@ -1,6 +1,6 @@
-"""Digests of this rank's own blocks, for the KV self-test: by head, so that engines with other tensor parallelism have
-equal ones. A head's digest is of its bytes in layer after layer, plane after plane, block after block. A state is
-digested as attention is: the parts of it that are cut over ranks are its heads.
+"""Digests of this rank's own blocks, for the KV self-test: by layer and head, so that engines with other tensor and
+pipeline parallelism have equal ones. A head's digest is of its bytes in plane after plane, block after block. A state
+is digested as attention is: the parts of it that are cut over ranks are its heads.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _by_head(rank: ReaderRank, groups: Sequence[Sequence[int]], read_memory: Rea
                 address = layer.base + plane.offset + block * layer.block_stride
                 content = memoryview(read_memory(address, len(heads) * plane.head_bytes))
                 for place, head in enumerate(heads):
-                    key = (layer.group, plane.total, head)
+                    key = (layer.group, layer.name, plane.total, head)
                     one = hashes.setdefault(key, blake2b(digest_size=DIGEST_BYTES))
                     one.update(content[place * plane.head_bytes : (place + 1) * plane.head_bytes])
     return {key: one.digest() for key, one in hashes.items()}

@@ -395,6 +395,6 @@ def first_record(settings: Settings, epoch: Epoch) -> WorkerRecord:
         host=socket.gethostname(),
         pid=os.getpid(),
         wire_version=WIRE_VERSION,
-        ranks=settings.tensor_parallel_size,
+        ranks=settings.ranks,
         cache_hit_threshold=settings.cache_hit_threshold,
     )

@@ -81,8 +81,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     a core are many times slower.
     """
     tensor_parallel_size: Annotated[int, msgspec.Meta(ge=1)] = 1
-    """Ranks of a vLLM engine: GPUs, or on a CPU equal parts of ``cpu_cores``, with a core each at least. Change it when
-    the model does not fit on one GPU.
+    """Ranks of each pipeline stage of a vLLM engine: GPUs, or on a CPU equal parts of ``cpu_cores``, with a core each
+    at least. Change it when the model does not fit on one GPU.
+    """
+    pipeline_parallel_size: Annotated[int, msgspec.Meta(ge=1)] = 1
+    """Pipeline stages of a vLLM engine, each with ``tensor_parallel_size`` ranks and a part of the layers. Change it
+    when the model does not fit on GPUs that are connected well enough for tensor parallelism.
     """
     kv_cache_bytes: int = 0
     """Memory for KV blocks; 0: 256 MiB on CPU, vLLM's own choice on a GPU. Change it when a CPU engine serves long
@@ -198,6 +202,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def kv_address(self) -> str:
         """``kv_host``, or loopback where nothing has found one."""
         return self.kv_host or "127.0.0.1"
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the engine that compute, each with a GPU or CPU cores of its own."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def model_names(self) -> list[str]:

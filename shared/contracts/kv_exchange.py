@@ -452,15 +452,18 @@ class KvLayer(Message, frozen=True, kw_only=True):
 
 
 class KvRank(Message, frozen=True, kw_only=True):
-    """One tensor-parallel rank of an engine."""
+    """One process of an engine: a tensor-parallel rank of a pipeline stage."""
 
     rank: int
+    """Number of the rank among the tensor-parallel ranks of its stage."""
     agent: bytes
     """NIXL agent metadata."""
     device: str
     """One of ``KV_DEVICES``."""
     device_id: int
     layers: list[KvLayer]
+    """The layers of its stage."""
+    stage: int = 0
 
 
 class KvHandshake(Message, frozen=True, kw_only=True):
@@ -484,6 +487,7 @@ class KvHandshake(Message, frozen=True, kw_only=True):
     blocks: int
     """Blocks of all groups: they share one pool."""
     ranks: list[KvRank]
+    """The ranks of the first stage in their order, then those of the next. Stages have equally many."""
     beyond: int = 0
     """With a drafter, so many tokens beyond a boundary must be held, too, for the engine to find it. See
     ``LeaseKv.end``.

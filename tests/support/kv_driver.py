@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from connector.layout.routes import ReaderRank, routes_to
+from connector.layout.tensors import stages_of
 from services.router.tokenize.block_hash import extend_chain
 from shared.bus.port import Bus
 from shared.contracts.channels import KV_FETCH, KV_HANDSHAKE, KV_LEASE, KV_RELEASE
@@ -142,7 +143,7 @@ class Driver:
         """Into so many pieces of memory a block of the worker's first rank is spread."""
         asked = AskKvHandshake(worker_id=WorkerId(worker), reader_id=self.reader_id)
         peer = await self.bus.ask(KV_HANDSHAKE, asked, timeout_s=ANSWER_S_MAX)
-        return sum(len(route.rows) for route in routes_to(ReaderRank(peer.ranks[0], len(peer.ranks)), peer))
+        return sum(len(route.rows) for route in routes_to(ReaderRank(peer.ranks[0], len(stages_of(peer)[0])), peer))
 
     async def lease(self, worker: str, prompt: Sequence[int], *, hold_s: float) -> KvGrant:
         """Lease the prompt's blocks for a reader that only this test uses."""

@@ -17,9 +17,10 @@ from shared.contracts.kv_exchange import KvGroup, KvGroupKind, KvHandshake, KvRa
 
 @dataclass(frozen=True)
 class Shape:
-    """Shape of an engine's KV cache. Two engines must agree in all but ``ranks``, ``blocks`` and ``dims``."""
+    """Shape of an engine's KV cache. Two engines must agree in all but ``ranks``, ``cut``, ``blocks`` and ``dims``."""
 
     ranks: int = 1
+    """Of each pipeline stage."""
     blocks: int = 16
     kv_heads: int = 4
     layers: int = 3
@@ -33,17 +34,24 @@ class Shape:
     """Dimensions of each layer's tensor, outermost first; with L, of the one tensor in which all layers are."""
     kernel_blocks: int = 1
     """Kernel blocks in each block."""
+    cut: int = 0
+    """Layers of the first of two pipeline stages; 0: there is one stage."""
 
     @property
     def layer_dims(self) -> str:
         return self.dims.replace("L", "")
 
+    @property
+    def stages(self) -> list[range]:
+        """The layers of each stage."""
+        return [range(self.cut), range(self.cut, self.layers)] if 0 < self.cut < self.layers else [range(self.layers)]
+
     def heads(self, rank: int) -> range:
         return heads_of(rank, self.ranks, self.kv_heads)
 
-    def sizes(self, rank: int) -> dict[str, int]:
+    def sizes(self, rank: int, layers: int) -> dict[str, int]:
         return {
-            "L": self.layers, "K": 2, "B": self.blocks * self.kernel_blocks, "H": len(self.heads(rank)),
+            "L": layers, "K": 2, "B": self.blocks * self.kernel_blocks, "H": len(self.heads(rank)),
             "N": self.block_size // self.kernel_blocks, "C": self.content,
         }  # fmt: skip
 
@@ -54,15 +62,21 @@ class RankMemory:
 
     shape: Shape
     rank: int
+    stage: int = 0
     arrays: list[np.ndarray] = field(default_factory=list)
     layers: list[np.ndarray] = field(default_factory=list)
     """Each a view of an array, which is its own or all layers'."""
 
     def __post_init__(self) -> None:
-        sizes, dims = self.shape.sizes(self.rank), self.shape.dims
-        arrays = 1 if "L" in dims else self.shape.layers
+        layers, dims = len(self.numbers), self.shape.dims
+        sizes, arrays = self.shape.sizes(self.rank, layers), 1 if "L" in dims else layers
         self.arrays = [np.zeros([sizes[dim] for dim in dims], dtype=np.uint32) for _ in range(arrays)]
         self.layers = list(np.moveaxis(self.arrays[0], dims.index("L"), 0)) if "L" in dims else self.arrays
+
+    @property
+    def numbers(self) -> range:
+        """Of its layers among all of the model."""
+        return self.shape.stages[self.stage]
 
     def canonical(self, layer: int) -> np.ndarray:
         """The same memory with the dimensions K, B, H, N, C."""
@@ -74,9 +88,9 @@ class RankMemory:
 
     def fill(self) -> None:
         """Set each number to the encoding of its layer, plane, block, head of the model, token and content."""
-        for layer in range(self.shape.layers):
+        for layer, number in enumerate(self.numbers):
             view = self.canonical(layer)
-            view[...] = expected(self.shape, layer, self.rank, range(self.shape.blocks))
+            view[...] = expected(self.shape, number, self.rank, range(self.shape.blocks))
 
     def block(self, layer: int, block: int) -> np.ndarray:
         """K, kernel block, H, N, C."""
@@ -94,10 +108,10 @@ class RankMemory:
                 array.strides,
                 array.itemsize,
             )
-            for number, array in enumerate(self.layers, start=self.shape.first_layer)
+            for number, array in enumerate(self.layers, start=self.shape.first_layer + self.numbers.start)
         ]
         layers = [layer_of(tensor, self.shape.blocks, self.shape.kv_heads) for tensor in tensors]
-        return KvRank(rank=self.rank, agent=agent, device="cpu", device_id=0, layers=layers)
+        return KvRank(rank=self.rank, agent=agent, device="cpu", device_id=0, layers=layers, stage=self.stage)
 
     def regions(self) -> list[Region]:
         return [Region(array.ctypes.data, array.nbytes, "cpu", 0) for array in self.arrays]
@@ -115,6 +129,11 @@ def expected(shape: Shape, layer: int, rank: int, blocks: range | list[int]) -> 
     numbers += np.array(shape.heads(rank), dtype=np.uint32)[None, None, :, None, None] * np.uint32(256)
     inner = np.arange(tokens * shape.content, dtype=np.uint32).reshape(tokens, shape.content)
     return numbers + inner * np.uint32(2654435761)
+
+
+def memories(shape: Shape) -> list[RankMemory]:
+    """Of all ranks of all stages."""
+    return [RankMemory(shape, rank, stage) for stage in range(len(shape.stages)) for rank in range(shape.ranks)]
 
 
 def handshake(ranks: list[KvRank], shape: Shape, worker_id: str = "holder", epoch: int = 1) -> KvHandshake:
@@ -154,12 +173,12 @@ class ReadingRank:
         ``torn`` ones, which may have arrived in part.
         """
         shape = self.memory.shape
-        for layer in range(shape.layers):
+        for layer, number in enumerate(self.memory.numbers):
             for local in [local for local in range(shape.blocks) if local not in torn]:
                 found = self.memory.block(layer, local)
                 wanted = (
-                    expected(shape, layer, self.memory.rank, [blocks[local]])
+                    expected(shape, number, self.memory.rank, [blocks[local]])
                     if local in blocks
                     else np.zeros_like(found)
                 )
-                assert np.array_equal(found, wanted), f"layer {layer}, block {local}"
+                assert np.array_equal(found, wanted), f"layer {number}, block {local}"

@@ -31,7 +31,8 @@ REPEATED = ("aliases", "attach")
 """Options of which all values count; of the others the last one does."""
 OF_EACH_MODEL = (
     MODEL, *REPEATED, "prefill", "decode", "both", "store", "attach_key_file", "connector", "kv_cache", "engine_args",
-    "gpus_per_worker", "gpus_per_prefill", "gpus_per_decode", "workers_min", "workers_max", "sleep_after",
+    "gpus_per_worker", "gpus_per_prefill", "gpus_per_decode", "pipeline", "pipeline_prefill", "pipeline_decode",
+    "workers_min", "workers_max", "sleep_after",
 )  # fmt: skip
 """Options whose values `baton up` reads from the context, model by model."""
 MODELS_MAX = 64
@@ -103,13 +104,23 @@ KvCache = Annotated[
 EngineArgs = Annotated[list[str] | None, option(MODEL_PANEL, "Further vLLM arguments, quoted.", False, metavar="TEXT")]
 GpusPerWorker = Annotated[
     list[int] | None,
-    option(MODEL_PANEL, "GPUs of each worker (tensor parallel); on a CPU: ranks.", "1", min=1, metavar="N"),
+    option(MODEL_PANEL, "GPUs of each worker; on a CPU: ranks.", "one for each stage", min=1, metavar="N"),
 ]
 GpusPerPrefill = Annotated[
     list[int] | None, option(MODEL_PANEL, "The same for prefill workers.", "--gpus-per-worker", min=1, metavar="N")
 ]
 GpusPerDecode = Annotated[
     list[int] | None, option(MODEL_PANEL, "The same for decode workers.", "--gpus-per-worker", min=1, metavar="N")
+]
+Pipeline = Annotated[
+    list[int] | None,
+    option(MODEL_PANEL, "Pipeline stages of each worker, which share out its GPUs.", "1", min=1, metavar="N"),
+]
+PipelinePrefill = Annotated[
+    list[int] | None, option(MODEL_PANEL, "The same for prefill workers.", "--pipeline", min=1, metavar="N")
+]
+PipelineDecode = Annotated[
+    list[int] | None, option(MODEL_PANEL, "The same for decode workers.", "--pipeline", min=1, metavar="N")
 ]
 WorkersMin = Annotated[
     list[int] | None, option(MODEL_PANEL, "Fewest workers that the planner leaves.", "1", min=1, metavar="N")
@@ -250,6 +261,8 @@ EPILOG = """[bold]Examples[/]
 
 [cyan]baton up --gpus-per-prefill 1 --gpus-per-decode 2[/]   tensor parallel decode workers
 
+[cyan]baton up --gpus-per-worker 4 --pipeline-decode 2[/]   decode workers of two stages, each with two GPUs
+
 [cyan]baton up --workers-max 4[/]   the planner runs up to four workers, as the traffic needs
 
 [cyan]baton up --engine-args "--max-num-seqs 64"[/]   any other vLLM argument
@@ -280,6 +293,9 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command
     gpus_per_worker: GpusPerWorker = None,
     gpus_per_prefill: GpusPerPrefill = None,
     gpus_per_decode: GpusPerDecode = None,
+    pipeline: Pipeline = None,
+    pipeline_prefill: PipelinePrefill = None,
+    pipeline_decode: PipelineDecode = None,
     workers_min: WorkersMin = None,
     workers_max: WorkersMax = None,
     sleep_after: SleepAfter = None,
@@ -365,4 +381,4 @@ def with_counts(given: Mapping[str, Any], *, alone: bool) -> Mapping[str, Any]:
         here = describe_machine()
     except PlanRefused as refused:
         fail(str(refused))
-    return {**given, "both": engines_for(here, given.get("gpus_per_worker", 1))}
+    return {**given, "both": engines_for(here, max(given.get("gpus_per_worker", 1), given.get("pipeline", 1)))}

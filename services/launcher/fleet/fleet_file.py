@@ -114,6 +114,9 @@ class WorkersTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Name of the model; empty: the only one of the fleet."""
     count: Some = 1
     gpus_per_worker: Some = 1
+    """GPUs of each worker, one for each pipeline stage at least."""
+    pipeline: Some = 1
+    """Pipeline stages of each worker, over which its GPUs are shared out equally."""
 
 
 class HostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -199,6 +202,7 @@ def _model_options(fleet: Fleet, host: HostTable, model: str) -> ModelOptions:
     rows = {row.role: row for row in of_model if row.role is not None}
     count = {role: rows[role].count if role in rows else 0 for role in Role}
     gpus = {role: rows[role].gpus_per_worker if role in rows else 1 for role in WHOLE_ENGINES}
+    stages = {role: rows[role].pipeline if role in rows else 1 for role in WHOLE_ENGINES}
     return ModelOptions(
         model=model,
         aliases=table.aliases,
@@ -214,6 +218,9 @@ def _model_options(fleet: Fleet, host: HostTable, model: str) -> ModelOptions:
         gpus_per_worker=gpus[Role.BOTH],
         gpus_per_prefill=gpus[Role.PREFILL],
         gpus_per_decode=gpus[Role.DECODE],
+        pipeline=stages[Role.BOTH],
+        pipeline_prefill=stages[Role.PREFILL],
+        pipeline_decode=stages[Role.DECODE],
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from services.launcher.system.process_plan import Machine, PlanRefused
 
@@ -14,6 +14,7 @@ GPU_MEMORY_SHARE = 0.9
 SPARE_CORES_MIN = 2
 """If there are at least this many more cores than ranks, one core is left to NATS and the services."""
 RANKS = "WORKER_TENSOR_PARALLEL_SIZE"
+STAGES = "WORKER_PIPELINE_PARALLEL_SIZE"
 FAR = 1000
 """Distance between GPUs of which nothing is known."""
 DISTANCES = {"PIX": 200, "PXB": 300, "PHB": 400, "NODE": 500, "SYS": 600, "SOC": 600}
@@ -104,6 +105,15 @@ def on_cores(cores: Sequence[int], ranks: int) -> Device:
     if ranks == 1:
         return Device(env={"WORKER_CPU_CORES": listed}, text=text)
     return Device(env={"WORKER_CPU_CORES": listed, RANKS: str(ranks)}, text=f"{text}, {ranks} ranks")
+
+
+def in_stages(device: Device, stages: int) -> Device:
+    """The device with its ranks shared out over pipeline stages, of which it has a multiple."""
+    if stages == 1:
+        return device
+    ranks = int(device.env[RANKS]) // stages
+    text = f"{device.text}, {stages} stages"
+    return replace(device, env={**device.env, RANKS: str(ranks), STAGES: str(stages)}, text=text)
 
 
 def share_gpus(machine: Machine, counts: Sequence[int], running: int) -> tuple[list[Device], list[str]]:

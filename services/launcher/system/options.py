@@ -41,11 +41,17 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_bytes: int = 0
     engine_args: str = ""
     gpus_per_worker: int = 1
-    """Tensor parallel ranks of each engine: GPUs, or on a CPU groups of cores."""
+    """Ranks of each engine: GPUs, or on a CPU groups of cores. At least one for each pipeline stage."""
     gpus_per_prefill: int = 0
     """GPUs of each prefill worker; 0: ``gpus_per_worker``."""
     gpus_per_decode: int = 0
     """GPUs of each decode worker; 0: ``gpus_per_worker``."""
+    pipeline: int = 1
+    """Pipeline stages of each engine, over which its ranks are shared out equally."""
+    pipeline_prefill: int = 0
+    """Stages of each prefill worker; 0: ``pipeline``."""
+    pipeline_decode: int = 0
+    """Stages of each decode worker; 0: ``pipeline``."""
     sleep_after_s: float = 0.0
     """The model goes to sleep if it has no request for this long; 0: never by itself."""
     workers_min: int = 1
@@ -59,13 +65,17 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     def gpus_of(self, role: Role) -> int:
         own = {Role.PREFILL: self.gpus_per_prefill, Role.DECODE: self.gpus_per_decode}
-        return own.get(role, 0) or self.gpus_per_worker
+        return max(own.get(role, 0) or self.gpus_per_worker, self.stages_of(role))
+
+    def stages_of(self, role: Role) -> int:
+        own = {Role.PREFILL: self.pipeline_prefill, Role.DECODE: self.pipeline_decode}
+        return own.get(role, 0) or self.pipeline
 
     @property
     def gpu_counts(self) -> list[int]:
         """GPUs of each worker that may ever run; those at the start come first."""
         counts = [self.gpus_of(role) for role in self.roles]
-        return counts + [self.gpus_per_worker] * (self.workers_most - len(counts))
+        return counts + [self.gpus_of(Role.BOTH)] * (self.workers_most - len(counts))
 
     @property
     def workers_most(self) -> int:

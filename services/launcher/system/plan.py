@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from services.launcher.cluster.folder import SECURE, variables
-from services.launcher.system.devices import Device, share_cores, share_gpus
+from services.launcher.system.devices import RANKS, Device, in_stages, share_cores, share_gpus
 from services.launcher.system.options import ModelOptions, UpOptions
 from services.launcher.system.process_plan import (
     MODULES,
@@ -175,7 +175,7 @@ STORES = f"{Role.STORE.value}-"
 """Prefix of store workers' names: they need no device."""
 STORE = Device(text="no engine")
 ATTACHED = "attached"
-OWN_RANKS = re.compile(r"(^|\s)(--tensor[-_]parallel[-_]size|-tp)([=\s]|$)")
+OWN_RANKS = re.compile(r"(^|\s)(--(tensor|pipeline)[-_]parallel[-_]size|-tp|-pp)([=\s]|$)")
 
 
 def plan_workers(
@@ -211,6 +211,7 @@ class WorkerPlans:
     def plan(self, model: int, role: Role, name: str, device: Device) -> ProcessPlan:
         """A worker of ``options.models[model]`` on its device."""
         settings = worker_settings(self.options, self.options.models[model], self.base)
+        device = in_stages(device, self.options.models[model].stages_of(role)) if RANKS in device.env else device
         env = {**settings, "WORKER_WORKER_ID": name, "WORKER_ROLE": role.value, **device.env}
         if self.options.own_keys:
             env |= variables(self.options.keys_dir, owner_of(Party.WORKER, name))
@@ -303,12 +304,19 @@ def _check_gpus(model: ModelOptions, options: UpOptions) -> None:
     counts = {model.gpus_of(role) for role in model.roles}
     if OWN_RANKS.search(model.engine_args):
         raise PlanRefused(
-            "--engine-args sets the number of tensor parallel ranks, but `baton up` gives each worker its GPUs or "
-            "cores: use --gpus-per-worker N, or --gpus-per-prefill and --gpus-per-decode."
+            "--engine-args sets the number of ranks or stages, but `baton up` gives each worker its GPUs or cores: use "
+            "--gpus-per-worker N and --pipeline N, or those for prefill and decode workers."
         )
     if counts - {1} and options.engine == "simulated":
-        raise PlanRefused("Simulated engines have no ranks: leave out --gpus-per-worker.")
-    if counts - {model.gpus_per_worker} and model.workers_max:
+        raise PlanRefused("Simulated engines have no ranks: leave out --gpus-per-worker and --pipeline.")
+    for role in model.roles:
+        gpus, stages = model.gpus_of(role), model.stages_of(role)
+        if gpus % stages:
+            raise PlanRefused(
+                f"{gpus} GPUs of a {role.value} worker cannot be shared out over {stages} pipeline stages: give it a "
+                f"multiple of {stages} with --gpus-per-worker, or other stages with --pipeline."
+            )
+    if counts - {model.gpus_of(Role.BOTH)} and model.workers_max:
         raise PlanRefused("--workers-max starts workers of one size: use --gpus-per-worker alone.")
 
 

@@ -15,7 +15,7 @@ from connector.layout.routes import ReaderRank, block_bytes_of, halves_of, part_
 from connector.layout.tensors import UnsupportedLayout, heads_of
 from shared.contracts.kv_exchange import GROUP, KvLayer, KvPlane, KvRank
 from tests.support.examples import examples
-from tests.support.kv_engines import RankMemory, ReadingRank, Shape, handshake
+from tests.support.kv_engines import RankMemory, ReadingRank, Shape, handshake, memories
 
 HEADS_AND_RANKS = [
     (heads, ranks) for heads in (1, 2, 4, 8) for ranks in (1, 2, 4, 8) if heads % ranks == 0 or ranks % heads == 0
@@ -39,7 +39,7 @@ def block_lists(draw: st.DrawFn, blocks: int, count: int) -> list[int]:
 
 @st.composite
 def copies(draw: st.DrawFn) -> Copy:
-    """Two engines that differ in ranks, number of blocks and order of dimensions."""
+    """Two engines that differ in ranks, stages, number of blocks and order of dimensions."""
     heads = draw(st.sampled_from([1, 2, 4, 8]))
     ranks = st.sampled_from([ranks for of, ranks in HEADS_AND_RANKS if of == heads])
     kernel_blocks = draw(st.sampled_from([1, 2]))
@@ -53,6 +53,7 @@ def copies(draw: st.DrawFn) -> Copy:
             kv_heads=heads,
             layers=layers,
             kernel_blocks=kernel_blocks,
+            cut=draw(st.integers(0, layers - 1)),
         )
         for _ in range(2)
     )
@@ -86,17 +87,21 @@ def copy(there: np.ndarray, here: np.ndarray) -> None:
 @example(ranks_case(1, 2, kernel_blocks=2))
 @example(ranks_case(1, 2, kernel_blocks=2, dims="KBHNC"))
 @example((Shape(blocks=24), Shape(blocks=24), list(range(24)), list(range(24))[::-1]))
+@example((Shape(cut=1), Shape(), [0], [2]))
+@example((Shape(), Shape(cut=2, dims="BLHNC"), [0], [2]))
+@example((Shape(cut=1, ranks=4), Shape(cut=2, ranks=2), [0, 1], [2, 3]))
+@example((Shape(cut=1, ranks=4, kv_heads=2), Shape(ranks=2, kv_heads=2), [0, 1], [2, 3]))
 @settings(max_examples=examples(200))
 def test_a_rank_reads_its_heads_of_the_blocks_and_nothing_else(case):
     of_holder, of_reader, remote, local = case
-    holders = [RankMemory(of_holder, rank) for rank in range(of_holder.ranks)]
+    holders = memories(of_holder)
     for memory in holders:
         memory.fill()
     described = [memory.described() for memory in holders]
     peer = handshake([replace(rank, layers=rank.layers[::-1]) for rank in described], of_holder)  # paired by name
 
-    for rank in range(of_reader.ranks):
-        reading = ReadingRank(RankMemory(of_reader, rank))
+    for memory in memories(of_reader):
+        reading = ReadingRank(memory)
         reader = ReaderRank(reading.memory.described(), of_reader.ranks)
         copied = 0
         for route in routes_to(reader, peer):
@@ -148,7 +153,7 @@ def test_halves_of_a_read_are_its_bytes_evenly_split(lengths, last, seed):
 @example((Shape(blocks=24), Shape(blocks=24), list(range(24)), list(range(24))))
 def test_no_span_can_be_joined_with_the_next(case):
     of_holder, of_reader, remote, local = case
-    peer = handshake([RankMemory(of_holder, rank).described() for rank in range(of_holder.ranks)], of_holder)
+    peer = handshake([memory.described() for memory in memories(of_holder)], of_holder)
     reader = ReaderRank(RankMemory(of_reader, 0).described(), of_reader.ranks)
 
     for route in routes_to(reader, peer):

@@ -8,7 +8,7 @@ import pytest
 
 from connector.layout.tensors import CacheTensor, UnsupportedLayout, layer_of, why_not
 from shared.contracts.kv_exchange import GROUP, KvPlane
-from tests.support.kv_engines import RankMemory, Shape, handshake
+from tests.support.kv_engines import RankMemory, Shape, handshake, memories
 from tests.unit.connector.real_scheduler import full, window
 
 
@@ -71,12 +71,40 @@ def test_a_tensor_of_too_few_blocks_is_refused():
 
 
 def described(shape: Shape):
-    return handshake([RankMemory(shape, rank).described() for rank in range(shape.ranks)], shape)
+    return handshake([memory.described() for memory in memories(shape)], shape)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_engines_may_differ_in_ranks_and_blocks(ranks):
-    assert why_not(described(Shape()), described(Shape(ranks=ranks, blocks=20))) == ""
+@pytest.mark.parametrize("cut", [0, 1, 2])
+def test_engines_may_differ_in_ranks_stages_and_blocks(ranks, cut):
+    assert why_not(described(Shape()), described(Shape(ranks=ranks, cut=cut, blocks=20))) == ""
+    assert why_not(described(Shape(ranks=ranks, cut=cut, blocks=20)), described(Shape())) == ""
+
+
+def test_one_rank_may_have_the_layers_of_its_stage_only():
+    shape = Shape(cut=1)
+    first = handshake([RankMemory(shape, 0, 0).described()], shape)
+
+    assert why_not(first, described(Shape()), is_whole=False) == ""
+    assert why_not(first, described(Shape())) == "layers differ: 1 here, 3 there"
+
+
+def test_a_layer_in_two_stages_is_refused():
+    peer = described(Shape(cut=1))
+    again = msgspec.structs.replace(peer.ranks[1], layers=[*peer.ranks[1].layers, *peer.ranks[0].layers])
+
+    refusal = why_not(described(Shape()), msgspec.structs.replace(peer, ranks=[peer.ranks[0], again]))
+
+    assert refusal == "layer layers.0 is in two stages"
+
+
+@pytest.mark.parametrize("order", [[0, 2, 1, 3], [2, 3, 0, 1], [0, 1, 2], [2, 3]])
+def test_stages_whose_ranks_are_incomplete_or_mixed_are_refused(order):
+    peer = described(Shape(cut=1, ranks=2))
+
+    refusal = why_not(described(Shape()), msgspec.structs.replace(peer, ranks=[peer.ranks[one] for one in order]))
+
+    assert "not all of each stage in their order" in refusal
 
 
 @pytest.mark.parametrize(
@@ -140,7 +168,7 @@ def test_a_handshake_that_lacks_a_rank_is_refused():
     peer = described(Shape(ranks=2))
     half = msgspec.structs.replace(peer, ranks=[peer.ranks[1]])
 
-    assert "ranks are [1]" in why_not(described(Shape()), half)
+    assert "(stage, rank) of the ranks are [(0, 1)]" in why_not(described(Shape()), half)
 
 
 def test_a_handshake_with_wrong_heads_is_refused():

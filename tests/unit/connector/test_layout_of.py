@@ -270,7 +270,6 @@ def test_quantised_kv_whose_scales_are_in_the_block_or_the_weights_is_served(mod
 @pytest.mark.parametrize(
     ("which", "why"),
     [
-        (lambda: engine(pipeline_parallel_size=2), "pipeline_parallel_size is 2: each stage holds different layers"),
         (lambda: engine(decode_context_parallel_size=2), "a block's tokens are spread over ranks"),
         (lambda: engine(prefill_context_parallel_size=2), "a block's tokens are spread over ranks"),
         (lambda: engine(nnodes=2), "nnodes is 2: a lease ends at an instant of one host's clock"),

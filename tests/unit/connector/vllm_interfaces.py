@@ -130,8 +130,11 @@ INTERFACES = {
     "vllm/v1/worker/gpu/sample/thinking_budget.py": "_thinking_budget_kernel",
     "vllm/v1/utils.py": "IterationDetails",
     "vllm/v1/worker/cpu_worker.py": "CPUWorker",
-    "vllm/v1/worker/gpu_worker.py": "Worker.sample_tokens",
-    "vllm/v1/worker/gpu_model_runner.py": "GPUModelRunner.sample_tokens GPUModelRunner._bookkeeping_sync",
+    "vllm/v1/worker/gpu_worker.py": "Worker.sample_tokens Worker.load_model",
+    "vllm/distributed/parallel_state.py": "get_pp_group",
+    "vllm/v1/worker/gpu_model_runner.py": (
+        "GPUModelRunner.sample_tokens GPUModelRunner._bookkeeping_sync GPUModelRunner.sync_and_gather_intermediate_tensors"
+    ),
     "vllm/v1/worker/gpu/kv_connector.py": (
         "ActiveKVConnector.pre_forward ActiveKVConnector.post_forward ActiveKVConnector.no_forward"
     ),

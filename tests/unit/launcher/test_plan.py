@@ -42,6 +42,41 @@ def test_every_process_gets_the_nats_url():
     assert {p.env["BATON_NATS_URL"] for p in system.processes if p.stage is not Stage.NATS} == {"nats://127.0.0.1:4333"}
 
 
+ON_GPUS = msgspec.structs.replace(MACHINE, gpus=tuple("01234567"))
+PARALLEL = ("WORKER_TENSOR_PARALLEL_SIZE", "WORKER_PIPELINE_PARALLEL_SIZE", "CUDA_VISIBLE_DEVICES")
+
+
+def parallel_of(system: SystemPlan, name: str) -> list[str]:
+    return [worker_env(system, name, variable) for variable in PARALLEL]
+
+
+def test_the_gpus_of_a_worker_are_shared_out_over_its_stages():
+    system = plan_system(options_of(gpus_per_prefill=4, pipeline_prefill=2, pipeline_decode=3), ON_GPUS)
+
+    assert parallel_of(system, "prefill-1") == ["2", "2", "0,1,2,3"]
+    assert parallel_of(system, "decode-1") == ["1", "3", "4,5,6"]
+
+
+def test_ranks_on_a_cpu_are_shared_out_over_stages():
+    system = plan_system(options_of(prefill=0, decode=0, both=1, pipeline=2), MACHINE)
+
+    assert parallel_of(system, "both-1") == ["1", "2", ""]
+    assert worker_env(system, "both-1", "WORKER_CPU_CORES") == "0,1"
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"gpus_per_prefill": 3, "pipeline_prefill": 2}, "3 GPUs of a prefill worker cannot be shared out over 2"),
+        ({"pipeline": 2, "engine": "simulated"}, "Simulated engines have no ranks"),
+        ({"engine_args": "--pipeline-parallel-size 2"}, "use --gpus-per-worker N and --pipeline N"),
+    ],
+)
+def test_stages_that_cannot_be_are_refused_with_the_option_to_use(changes: dict[str, object], why: str):
+    with pytest.raises(PlanRefused, match=why):
+        plan_system(options_of(**changes), ON_GPUS)
+
+
 @pytest.mark.parametrize("keeps", [False, True])
 def test_a_system_that_keeps_trying_depends_on_no_single_worker(keeps: bool):
     system = plan(keep_trying=keeps)

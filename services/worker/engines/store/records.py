@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from connector.groups import GroupPlan
-from connector.layout.tensors import PROTOCOL_VERSION, Content, contents_of, why_malformed
+from connector.layout.tensors import PROTOCOL_VERSION, Content, by_numbers, contents_of, why_malformed
 from shared.contracts.kv_exchange import FULL_HASH_BYTES, KvGroup, KvHandshake, KvLayer, KvPlane
 
 BLOCK_BYTES_COUNTED_MIN = 16 * 1024
@@ -90,7 +90,8 @@ def shape_of(handshake: KvHandshake) -> BlockShape:
     unit, sizes = handshake.hash_block_size, [group.block_size for group in handshake.groups]
     if any(tokens % unit for tokens in (*sizes, handshake.alignment)):
         raise ValueError(f"blocks of {sizes} tokens, boundaries of {handshake.alignment}: hashes are of {unit} tokens")
-    layers = tuple(contents_of(handshake.ranks[0]).items())
+    contents = contents_of(handshake.ranks)
+    layers = tuple((name, contents[name]) for name in sorted(contents, key=by_numbers))
     return BlockShape(
         handshake.fingerprint,
         handshake.hash_block_size,

@@ -66,7 +66,7 @@ def _chosen(
     settings: Settings, model: str, *, on_cpu: bool, events: tuple[str, str], otlp_endpoint: str
 ) -> dict[str, str]:
     """Options with a value; those with an empty one are left out."""
-    (events_endpoint, replay_endpoint), ranks = events, settings.tensor_parallel_size
+    (events_endpoint, replay_endpoint), ranks = events, settings.ranks
     own_executor = "services.worker.engines.vllm.engine_process.CpuExecutor"
     return {
         "--model": model,
@@ -85,7 +85,8 @@ def _chosen(
         "--max-model-len": str(settings.max_model_len or "auto"),
         "--kv-cache-memory-bytes": str(settings.kv_cache_bytes or (CPU_KV_BYTES if on_cpu else "")),
         "--otlp-traces-endpoint": f"{otlp_endpoint.rstrip('/')}/v1/traces" if otlp_endpoint else "",
-        "--tensor-parallel-size": str(ranks) if ranks > 1 else "",
+        "--tensor-parallel-size": str(settings.tensor_parallel_size) if ranks > 1 else "",
+        "--pipeline-parallel-size": str(settings.pipeline_parallel_size) if ranks > 1 else "",
         "--distributed-executor-backend": ("mp" if ranks > 1 else own_executor) if on_cpu else "",
         "--dtype": "float32" if on_cpu else "",
         "--worker-cls": "services.worker.engines.vllm.cpu_worker.SeededCpuWorker" if on_cpu else "",
@@ -282,8 +283,8 @@ def cores_of_ranks(cores: list[int], ranks: int) -> str:
     each = len(cores) // ranks
     if not each:
         raise ValueError(
-            f"WORKER_TENSOR_PARALLEL_SIZE is {ranks}, but the engine has {len(cores)} CPU cores, and each rank needs "
-            "one: name more in WORKER_CPU_CORES or start fewer ranks"
+            f"The engine has {ranks} ranks (WORKER_TENSOR_PARALLEL_SIZE times WORKER_PIPELINE_PARALLEL_SIZE), but "
+            f"{len(cores)} CPU cores, and each rank needs one: name more in WORKER_CPU_CORES or start fewer ranks"
         )
     parts = [cores[rank * each : (rank + 1) * each] for rank in range(ranks)]
     return "|".join(",".join(str(core) for core in part) for part in parts)

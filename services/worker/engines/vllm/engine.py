@@ -355,7 +355,7 @@ def _threads(settings: Settings) -> contextlib.AbstractContextManager[None]:
     if not current_platform.is_cpu():
         return contextlib.nullcontext()
     try:
-        bindings = bindings_of(parse_cores(settings.cpu_cores), settings.tensor_parallel_size)
+        bindings = bindings_of(parse_cores(settings.cpu_cores), settings.ranks)
     except ValueError as error:
         raise EngineRefused(str(error)) from None
     return engine_threads(bindings)

@@ -202,4 +202,4 @@ def token_bytes(config: Any) -> int:
         return 0
     element = 1 if "fp8" in str(cache.cache_dtype) else model.dtype.itemsize
     per_token = 2 * model.get_num_kv_heads(parallel) * model.get_head_size() * element
-    return int(per_token * model.get_num_layers(parallel) * parallel.tensor_parallel_size)
+    return int(per_token * model.get_total_num_hidden_layers() * parallel.tensor_parallel_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -291,9 +292,19 @@ def test_a_model_has_its_primary_name_and_its_aliases():
             load(Settings, "WORKER_", {"WORKER_ALIASES": wrong})
 
 
+def test_stages_and_their_ranks_are_vllms_options():
+    settings = Settings(worker_id="w", tensor_parallel_size=2, pipeline_parallel_size=3)
+    typed = arguments(settings, "m", on_cpu=True, events=("", ""), otlp_endpoint="")
+
+    assert settings.ranks == 6
+    chosen = dict(pairwise(typed))
+    options = ("--tensor-parallel-size", "--pipeline-parallel-size", "--distributed-executor-backend")
+    assert [chosen[option] for option in options] == ["2", "3", "mp"]
+
+
 def test_ranks_divide_the_cores_equally():
     assert bindings_of([0, 1, 2, 5, 6], 2) == {"VLLM_CPU_OMP_THREADS_BIND": "0,1|2,5"}
-    with pytest.raises(ValueError, match="TENSOR_PARALLEL_SIZE is 3, but the engine has 2 CPU cores"):
+    with pytest.raises(ValueError, match=r"The engine has 3 ranks .* but 2 CPU cores"):
         bindings_of([0, 1], 3)
 
 
