@@ -203,7 +203,7 @@ workers = [{{ role = "both", model = "without-a-tokenizer", count = 2 }}, {{ rol
 
 
 def test_a_misspelled_setting_stops_the_start_and_is_named(tmp_path: Path):
-    with System(tmp_path, *SIMULATED, env={"ROUTER_BODY_BYTE_MAX": "1"}) as wrong:
+    with System(tmp_path, *SIMULATED, "--both", "1", env={"ROUTER_BODY_BYTE_MAX": "1"}) as wrong:
         assert wrong.process is not None
         assert wrong.process.wait(STOP_S_MAX) == EXIT_CONFIGURATION
 
@@ -312,21 +312,6 @@ def test_open_is_the_way_without_keys_and_ctrl_c_while_it_starts_leaves_nothing(
     assert not (tmp_path / "cluster").exists()
 
 
-def test_ctrl_c_under_load_lets_what_runs_finish_and_leaves_nothing(tmp_path: Path):
-    with System(tmp_path, *SIMULATED, "--both", "1") as system:
-        system.wait_ready(START_S_MAX)
-        body = {"model": "baton-tiny", "prompt": "Run!", "max_tokens": 300, "ignore_eos": True, "stream": True}
-        with system.http.stream("POST", "/v1/completions", json=body) as answer:
-            lines = answer.iter_lines()
-            next(lines)
-
-            system.process.send_signal(signal.SIGINT)
-
-            assert [line for line in lines if line][-1] == "data: [DONE]"
-        assert system.process.wait(STOP_S_MAX) == 0
-        assert not system.processes()
-
-
 def test_a_killed_launcher_leaves_no_process_behind(tmp_path: Path):
     with System(tmp_path, *SIMULATED, "--both", "1") as system:
         system.wait_ready(START_S_MAX)
@@ -377,3 +362,17 @@ def test_the_speeds_of_the_running_engines_are_exported_to_plan_with(system: Sys
     assert 0 < speeds.prefill_token_s < 1
     assert 0 < speeds.decode_step_s + speeds.decode_request_s < 1
     assert speeds.kv_tokens > 1000
+
+
+def test_ctrl_c_under_load_lets_what_runs_finish_and_leaves_nothing(system: System):
+    """The last of them: it uses the system up."""
+    body = {"model": "baton-tiny", "prompt": "Run!", "max_tokens": 300, "ignore_eos": True, "stream": True}
+    with system.http.stream("POST", "/v1/completions", json=body) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+
+        system.process.send_signal(signal.SIGINT)
+
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    assert system.process.wait(STOP_S_MAX) == 0
+    assert not system.processes()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
@@ -58,18 +58,17 @@ def test_requests_without_a_key_are_counted_once(simulated: System):
 
 
 @contextmanager
-def routers(system: System, keys: Path) -> Iterator[Sequence[httpx.Client]]:
-    """Two more routers of the system, which ask for keys."""
-    ports = [free_port(), free_port()]
+def routers(system: System, keys: Path, count: int) -> Iterator[Sequence[httpx.Client]]:
+    """More routers of the system, which ask for keys."""
     settings = {"BATON_NATS_URL": system.nats_url, "ROUTER_HOST": "127.0.0.1", "ROUTER_KEYS_FILE": str(keys)}
-    with (
-        service_process("router", keys.parent, **settings, ROUTER_PORT=str(ports[0])),
-        service_process("router", keys.parent, **settings, ROUTER_PORT=str(ports[1])),
-        httpx.Client(base_url=f"http://127.0.0.1:{ports[0]}", timeout=60.0, trust_env=False) as one,
-        httpx.Client(base_url=f"http://127.0.0.1:{ports[1]}", timeout=60.0, trust_env=False) as other,
-    ):
-        until(lambda: is_ready(one) and is_ready(other), "the routers are ready")
-        yield one, other
+    with ExitStack() as stack:
+        clients = []
+        for port in [free_port() for _ in range(count)]:
+            stack.enter_context(service_process("router", keys.parent, **settings, ROUTER_PORT=str(port)))
+            client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60.0, trust_env=False)
+            clients.append(stack.enter_context(client))
+        until(lambda: all(map(is_ready, clients)), "the routers are ready")
+        yield clients
 
 
 def is_ready(router: httpx.Client) -> bool:
@@ -90,7 +89,7 @@ def test_a_budget_holds_at_all_routers_and_after_their_restart(simulated: System
         answer = router.post("/v1/completions", json={**BODY, "model": "missing"}, headers=headers)
         return answer if answer.status_code == 429 else None
 
-    with routers(simulated, file) as (one, other):
+    with routers(simulated, file, 2) as (one, other):
         for _ in range(2):
             answer = one.post("/v1/completions", json=BODY, headers=headers)
             assert answer.status_code == 200, answer.text
@@ -98,8 +97,8 @@ def test_a_budget_holds_at_all_routers_and_after_their_restart(simulated: System
         refused = until(lambda: refuses(one), "the router has counted what it has answered")
         assert refused.json()["error"]["code"] == "insufficient_quota"
         until(lambda: refuses(other), "the other router has read what the first has served")
-    with routers(simulated, file) as (one, _other):
-        until(lambda: refuses(one), "a router that was started later has read it too")
+    with routers(simulated, file, 1) as (later,):
+        until(lambda: refuses(later), "a router that was started later has read it too")
 
     line = used(simulated, NAME)
     assert (line["tenant"], line["key"]) == ("acme", NAME)
