@@ -182,3 +182,11 @@ def forge_offer(offer: KvOffer, other: KvOffer, chosen: Sequence[int], forge: Fo
         for number, blocks in enumerate(offer.groups)
     ]
     return msgspec.structs.replace(offer, groups=made)
+
+
+async def prove_boundaries(driver: Driver, record: WorkerRecord, kind: KvGroupKind, forges: Sequence[Forge]) -> None:
+    """All of these proofs, of short prompts. ``record``: the prefill worker's."""
+    await prove_sizes(driver, record)
+    await prove_handoffs(driver, record.hashing, lengths(record.hashing, 300))
+    await prove_too_short(driver, record.hashing)
+    await prove_controls(driver, record.hashing, kind, forges)

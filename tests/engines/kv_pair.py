@@ -10,7 +10,7 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,9 @@ import psutil
 from shared.contracts.inference import Frame, FrameKind, LegKind, LegReport
 from shared.contracts.kv_exchange import KvOffer, KvTransferReport
 from shared.contracts.workers import WorkerPhase
-from tests.support.kv_driver import BLOCK, Driver, driving
+from tests.support.kv_driver import BLOCK, MODEL, Driver, driving
 from tests.support.kv_tap import Tap
-from tests.support.model_families import FAMILIES, Family
+from tests.support.model_families import FAMILIES, Family, make_model
 from tests.support.nats_server import NatsServer
 from tests.support.processes import freeze
 from tests.support.prompts import random_prompt
@@ -55,9 +55,9 @@ ENVIRON = {"UCX_TLS": "tcp,self"}
 class Model:
     """The model of both engines."""
 
-    settings: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, str]
     """Of a worker that serves it."""
-    family: Family = FAMILIES["llama"]
+    family: Family
 
     @property
     def block(self) -> int:
@@ -65,7 +65,10 @@ class Model:
         return self.family.block
 
 
-TINY = Model()
+def family_model(family: str, folder: Path) -> Model:
+    """A tiny model of the family, made below ``folder``."""
+    settings = {"model": str(make_model(family, folder)), "served_model_name": MODEL}
+    return Model(settings, FAMILIES[family])
 
 
 def decode_memory(family: Family) -> str:
@@ -151,7 +154,7 @@ def start_decode(url: str, folder: Path, model: Model) -> WorkerProcess:
 
 
 @contextmanager
-def kv_pair(folder: Path, model: Model = TINY) -> Iterator[Pair]:
+def kv_pair(folder: Path, model: Model) -> Iterator[Pair]:
     """Starts two engines, so share one pair between tests."""
     with NatsServer(folder, has_buckets=True) as nats:
         workers = start_prefill(nats.url, folder, model), start_decode(nats.url, folder, model)

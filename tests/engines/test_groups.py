@@ -1,5 +1,6 @@
-"""A model with windows and one with a recurrent state: their KV is handed over at boundaries, as one engine continues from its
-own cache there. The nightly ``test_models.py`` has more families and more of what happens to a request.
+"""A model with a recurrent state: its KV is handed over at boundaries, as one engine continues from its own cache there.
+``test_kv_faults.py`` has a model with windows, the nightly ``test_models.py`` more families and more of what happens to a
+request.
 """
 
 from __future__ import annotations
@@ -9,38 +10,19 @@ import asyncio
 import pytest
 
 from shared.contracts.kv_exchange import KvGroupKind
-from tests.engines.kv_boundaries import (
-    Forge,
-    left_out,
-    lengths,
-    of_another_position,
-    prove_controls,
-    prove_handoffs,
-    prove_sizes,
-    prove_too_short,
-)
-from tests.engines.kv_pair import Model, driver_of, kv_pair
-from tests.support.kv_driver import MODEL
-from tests.support.model_families import FAMILIES, make_model
+from tests.engines.kv_boundaries import left_out, of_another_position, prove_boundaries
+from tests.engines.kv_pair import driver_of, family_model, kv_pair
 
 pytestmark = [pytest.mark.vllm, pytest.mark.nats, pytest.mark.slow]
 
 
-@pytest.mark.parametrize(
-    ("family", "kind", "forges"),
-    [("gpt-oss", KvGroupKind.WINDOW, [left_out]), ("qwen3-next", KvGroupKind.STATE, [left_out, of_another_position])],
-)
-def test_a_boundary_is_handed_over(tmp_path, family: str, kind: KvGroupKind, forges: list[Forge]):
-    settings = {"model": str(make_model(family, tmp_path)), "served_model_name": MODEL}
-    with kv_pair(tmp_path, Model(settings, FAMILIES[family])) as pair:
+def test_a_boundary_of_a_model_with_a_state_is_handed_over(tmp_path):
+    with kv_pair(tmp_path, family_model("qwen3-next", tmp_path)) as pair:
 
         async def prove() -> None:
             assert pair.prefill.record is not None
-            hashing = pair.prefill.record.hashing
             async with driver_of(pair) as driver:
-                await prove_sizes(driver, pair.prefill.record)
-                await prove_handoffs(driver, hashing, lengths(hashing, 300))
-                await prove_too_short(driver, hashing)
-                await prove_controls(driver, hashing, kind, forges)
+                forges = [left_out, of_another_position]
+                await prove_boundaries(driver, pair.prefill.record, KvGroupKind.STATE, forges)
 
         asyncio.run(prove())

@@ -1,5 +1,6 @@
 """Whatever breaks in the middle of a KV exchange between real engines: the tokens are those of an engine that computed
-everything itself, or there is a clear error in time; and nothing stays pinned.
+everything itself, or there is a clear error in time; and nothing stays pinned. Of the model's layers most have a window.
+The nightly ``test_kv_faults_of_models.py`` has models of other kinds.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from shared.bus.leg_inbox import LegFailed
 from shared.contracts.channels import KV_GRANT
 from shared.contracts.failures import Reason
 from shared.contracts.inference import LegKind
+from shared.contracts.kv_exchange import KvGroupKind
+from tests.engines.kv_boundaries import left_out, prove_boundaries
 from tests.engines.kv_forgeries import FORGERIES, GARBLED, Garbled
 from tests.engines.kv_pair import (
     DECODE,
@@ -25,6 +28,7 @@ from tests.engines.kv_pair import (
     VICTIM_TOKENS,
     Pair,
     driver_of,
+    family_model,
     kill,
     kv_pair,
     packed,
@@ -57,7 +61,8 @@ requests of somebody who has hung up.
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    with kv_pair(tmp_path_factory.mktemp("kv-faults")) as pair:
+    folder = tmp_path_factory.mktemp("kv-faults")
+    with kv_pair(folder, family_model("gemma-3", folder)) as pair:
         yield pair
 
 
@@ -101,6 +106,14 @@ async def test_a_followed_handoff_over_tcp_works(pair: Pair, driver: Driver):
     assert transfer_report_of(prefill).offer is None
     (read,) = transfer_report_of(followed).reads
     assert read.read_at < prefilled_at, "the first chunk is read before the last one is computed"
+
+
+async def test_a_boundary_of_a_model_with_windows_is_handed_over(pair: Pair, driver: Driver):
+    if not pair.model.family.windows:
+        pytest.skip("its layers have no windows")
+    assert pair.prefill.record is not None
+
+    await prove_boundaries(driver, pair.prefill.record, KvGroupKind.WINDOW, [left_out])
 
 
 async def test_blocks_whose_lease_ended_before_the_read_are_computed(driver: Driver):
