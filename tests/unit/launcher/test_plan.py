@@ -77,6 +77,13 @@ def test_stages_that_cannot_be_are_refused_with_the_option_to_use(changes: dict[
         plan_system(options_of(**changes), ON_GPUS)
 
 
+@pytest.mark.parametrize(("cores", "threads"), [(1, "1"), (2, "1"), (15, "1"), (16, "2"), (128, "16")])
+def test_nats_leaves_the_cores_to_the_engines(cores: int, threads: str):
+    system = plan_system(options_of(), msgspec.structs.replace(MACHINE, cores=tuple(range(cores))))
+
+    assert [p.env for p in system.processes if p.name == "nats"] == [{"GOMAXPROCS": threads}]
+
+
 @pytest.mark.parametrize("keeps", [False, True])
 def test_a_system_that_keeps_trying_depends_on_no_single_worker(keeps: bool):
     system = plan(keep_trying=keeps)
