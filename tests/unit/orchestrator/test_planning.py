@@ -159,6 +159,7 @@ async def test_without_a_spare_worker_the_launcher_gets_a_request(answer: FleetS
             assert (wish.model, wish.revision, wish.role, wish.change) == ("m", "r", Role.PREFILL, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("planner", "lines"), [("act", 2), ("advise", 1)])
 @in_virtual_time
 async def test_a_change_that_is_refused_again_for_the_same_reason_is_logged_once(caplog, planner, lines):

@@ -122,6 +122,7 @@ def test_what_was_tried_is_not_tried_again(monkeypatch):
     assert verdict_on(again, one).tokenizer
 
 
+@pytest.mark.slow
 def test_a_router_that_starts_later_does_not_try_what_has_passed(tmp_path, monkeypatch):
     folder = tmp_path / "cache" / "trials"
     assert verdict_on(asset(), Trials(PassedTrials(folder))) == Verdict()
@@ -210,6 +211,7 @@ async def join(world: World, name: str, sent: TokenizerAsset, epoch: int = 1) ->
     return await world.worker(name, revision=name, epoch=epoch, asset=sent)
 
 
+@pytest.mark.slow
 @in_world(tokenize="always")
 async def test_one_workers_tokenizers_and_templates_do_not_stop_a_router(world: World):
     for number, hostile in enumerate(THROUGH_WORKERS):
@@ -228,6 +230,7 @@ async def test_one_workers_tokenizers_and_templates_do_not_stop_a_router(world: 
     assert (await world.ask(prompt())).status == 200
 
 
+@pytest.mark.slow
 @in_world(tokenize="always")
 async def test_a_failed_tokenizer_is_fetched_again_when_its_worker_restarts(world: World):
     worker = await join(world, "w1", TOKENIZERS["not JSON"])
@@ -282,6 +285,7 @@ def test_a_record_that_cannot_be_a_workers_is_refused_with_one_log_line(fields, 
     assert sum("is refused" in one.getMessage() for one in caplog.records if one.levelno == logging.WARNING) == 1
 
 
+@pytest.mark.slow
 def test_a_tokenizer_that_takes_long_of_a_text_is_used_no_more():
     segments = Segments(Tokenizer.from_str(asset().tokenizer_json.decode()), SCHEME, cache_bytes_max=1 << 20)
     tokenize(segments, "The rain had stopped.")
@@ -376,6 +380,7 @@ def test_models_with_long_tokens_are_not_linear(model, expected):
     assert is_linear(Tokenizer(model)) is expected
 
 
+@pytest.mark.slow
 @in_world(tokenize="always")
 async def test_a_tokenizer_that_is_slow_at_a_text_that_no_trial_had_does_not_hold_the_router(world: World):
     await join(world, "slow", asset(SLOW_AT_RARE))
