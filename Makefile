@@ -53,7 +53,7 @@ doctor: setup ## Look at the installation and at the system that runs, and say w
 
 test: ## All tests that need no GPU; a quarter of an hour on two cores; K="a word in the test's name" selects some
 	@$(MAKE) -j 2 setup-dev test-tools
-	@$(PYTEST) $(ARGS)
+	@$(PYTEST) -p no:schemathesis $(ARGS)
 
 nightly: ## What takes longer: chaos, fuzzing, browser, Prometheus, upgrades, containers, benchmarks, many more examples
 	@$(MAKE) -j 2 setup-dev test-tools
