@@ -33,7 +33,9 @@ ALIKE_APART: Final = 0.02
 """Variances between workers of one fingerprint: one may well be half again as fast as another."""
 SETTLED_READS: Final = 50
 LATER_READS: Final = 4
-"""After ``SETTLED_READS`` without a change, one of this many reads is learned from, which costs less."""
+"""After ``SETTLED_READS``, one of this many reads is learned from, which costs less, while what was learned from last
+fitted the estimate.
+"""
 PEERS_SHARE: Final = 8
 """Reads of a settled worker, one of which teaches the peers' estimate as well."""
 TRANSIT_S_MIN: Final = 1e-5
@@ -148,7 +150,7 @@ class SpeedOf:
     def _read_took(self, size: float, seconds: float, requests: float) -> bool:
         self._reads += 1
         own, peers = self._transfers, self._peers
-        is_young = own.settled < SETTLED_READS
+        is_young = own.samples < SETTLED_READS or not own.settled
         # One of several, not their sum: one outlier would spoil the sum.
         if size <= 0.0 or (not is_young and self._reads % LATER_READS):
             return False
