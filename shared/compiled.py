@@ -30,21 +30,22 @@ GROUP = "shared/request_path"
 MODULES = tuple(
     f"{folder}/{name}"
     for folder, names in {
-        "shared": "text_cuts",
+        "shared": "text_cuts third_party",
+        "shared/contracts": "request_body",
         "shared/engine_speed": "unit_costs",
         "shared/bus": "frame_sender leg_inbox nats_bus nats_client nats_reader nats_subscription receiver wire",
         "shared/http": "limits origin plain_requests protocol",
         "shared/runtime": "random_ids",
         "shared/telemetry": "prometheus",
         "services/router": "usage",
-        "services/router/admission": "admission admission_queue bus_health fair_share placing queue_metrics queues"
-        " waker",
+        "services/router/admission": "admission admission_queue bus_health fair_share pacing placing queue_metrics"
+        " queues waker",
         "services/router/auth": "authenticator",
         "services/router/batches": "line_server",
         "services/router/decisions": "decision decision_service",
         "services/router/feeds": "default_mode fleet kv reservations",
         "services/router/http": "edge",
-        "services/router/placement": "assembly candidates fleet kv_sources placer policy",
+        "services/router/placement": "assembly candidates fleet kv_sources placer policy specification",
         "services/router/relay": "accounting answer_leg attempt charging deadline_monitor migration prefill_leg relay"
         " request_tasks retry running_leg start_leg stream_answer suspects whole_answer write_coalescer",
         "services/router/request": "client context errors fields head http_request mode model_name rate_limit sequences"
@@ -52,7 +53,7 @@ MODULES = tuple(
         "services/router/responses": "inner_request",
         "services/router/state": "cluster_view fleet_table prefix_index reservations worker_speeds worker_view",
         "services/router/telemetry": "outcome request_log request_metrics tracing ttft",
-        "services/router/tokenize": "block_hash prompts segments tokenizer words",
+        "services/router/tokenize": "block_hash parity prompts segments tokenizer words",
     }.items()
     for name in names.split()
 )

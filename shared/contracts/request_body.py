@@ -9,20 +9,20 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
 
-FIELDS_MAX = 1 << 17
+FIELDS_MAX: Final = 1 << 17
 """Objects, arrays and named fields together. Each costs a parser up to 200 bytes."""
-FIELD_BYTES_MIN = 2
+FIELD_BYTES_MIN: Final = 2
 """``[]``. One that is not closed takes a byte less, but of those a parser reads about a thousand at most."""
-HARMLESS_BYTES_MAX = FIELDS_MAX * FIELD_BYTES_MIN
+HARMLESS_BYTES_MAX: Final = FIELDS_MAX * FIELD_BYTES_MIN
 """No shorter body can have too many fields."""
-VALUES_MAX = 1 << 20
+VALUES_MAX: Final = 1 << 20
 """Values that follow another one. A prompt of token ids has one for each token."""
-STEP_BYTES = 1 << 16
+STEP_BYTES: Final = 1 << 16
 """Examined without a pause in which another thread may run, a millisecond at most."""
 
 TEMPLATE_NAMES = frozenset((
@@ -40,11 +40,11 @@ SPECIAL_NAME_END = "_token"
 """End of the names of special tokens, such as ``eos_token`` and ``image_token``. ``add_eos_token`` is a flag."""
 FLAG_PREFIX = "add_"
 
-BRACKET_BIT = ord("[") ^ ord("{")
+BRACKET_BIT: Final = ord("[") ^ ord("{")
 """The only one in which they differ."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 """The mark of UTF-8, which some clients put before JSON. RFC 8259 lets a reader ignore it."""
-BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff")
+BYTE_ORDER_MARKS: Final = (b"\xff\xfe", b"\xfe\xff")
 """Marks of UTF-16, in which single bytes do not show quotes. Python's parser accepts it and UTF-32, unlike the
 standard."""
 
@@ -66,10 +66,6 @@ _HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 _HALF_IN_BYTES = re.compile(rb"\xed[\xa0-\xbf]")
 
 
-class _WithVariables(msgspec.Struct):
-    chat_template_kwargs: msgspec.Raw = msgspec.Raw(b"null")
-
-
 WITHHELD = {
     "kv_transfer_params": "Baton chooses the engines that hand over KV, and finds blocks by their content",
     "ec_transfer_params": "Baton chooses the engines, and hands over no encoder's cache",
@@ -78,8 +74,7 @@ WITHHELD = {
 }
 """Fields of ``/inference/v1/generate`` that no client may set, and why."""
 
-_variables = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_with_variables = msgspec.json.Decoder(_WithVariables)
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def lone_surrogate(body: bytes) -> int:
@@ -100,7 +95,7 @@ def field_at(body: bytes, at: int) -> str:
     # msgspec reads no half of a pair. Bytes stay where they are.
     body = _HALF_IN_BYTES.sub(b"\xed\x80", _HALF.sub(rb"\\u00", body))
     try:
-        fields = _variables.decode(body)
+        fields = _fields.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ""
     end = 0
@@ -249,7 +244,7 @@ def reserved_message(name: str) -> str:
 def reserved_in(body: bytes) -> str:
     """``first_reserved`` of a whole body, read as leniently as engines do."""
     try:
-        return first_reserved(_variables.decode(_with_variables.decode(body).chat_template_kwargs))
+        return first_reserved(_fields.decode(_fields.decode(body).get("chat_template_kwargs", b"null")))
     except msgspec.ValidationError:
         return ""  # They, or the body, are no object.
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -31,8 +31,6 @@ class BadEncoding(Exception):
 
 def encodings_of(value: str) -> list[str]:
     """The encodings of a Content-Encoding header, in the order in which they were applied. Raises UnknownEncoding."""
-    if not value:
-        return []
     names = [name for part in value.split(",") if (name := part.strip().lower()) not in ("", IDENTITY)]
     for name in names:
         if name not in DECODERS:

@@ -278,6 +278,8 @@ def type_fault(head: Head) -> HttpError | None:
 
 def encoding_fault(head: Head) -> HttpError | None:
     """Why a body with this Content-Encoding is refused; None when it can be decoded, or need not be."""
+    if not head.encoding:
+        return None
     try:
         encodings = encodings_of(head.encoding)
     except UnknownEncoding as unknown:

@@ -32,7 +32,6 @@ from shared.contracts.engine_paths import (
 )
 from shared.contracts.ids import WorkerId, is_subject_token
 from shared.contracts.request_body import (
-    HARMLESS_BYTES_MAX,
     WITHHELD,
     body_fault,
     field_at,
@@ -73,9 +72,7 @@ RAW_FIELDS: Final = frozenset(field.name for field in msgspec.structs.fields(Bod
 
 def read_request(path: str, body: bytes) -> RequestFacts:
     """Never raises: a body that cannot be read goes unsplit to an engine, whose error message reaches the client."""
-    # Most bodies are harmless at first sight, and ``body_fault`` is not compiled as this is.
-    harmless = len(body) <= HARMLESS_BYTES_MAX and body.startswith(b"{") and b"\x00" not in body[:4]
-    if not harmless and (too_costly := body_fault(body)):
+    if too_costly := body_fault(body):
         refused = Fault(param="", message=f"The body {too_costly}.")
         return RequestFacts(path=path, model="", unsplittable="the body is not read", fault=refused)
     if (at := lone_surrogate(body)) >= 0:
