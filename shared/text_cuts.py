@@ -8,8 +8,8 @@ the space there, or the tokenizer does not give the same tokens then.
 *Between two words*, before a single space that a letter follows, most tokenizers begin a new word. ``find_cuts`` tests
 whether this tokenizer does, with neighbours of every kind, and whether any entry of its vocabulary or its added tokens
 could join two words. For tokenizers that prepend a mark to each text (as Llama 2's), the space at a cut is left out.
-Words are cut before a space and a digit or a punctuation mark, too, where the same tests find that the tokenizer allows
-it; pieces are not.
+Words are cut before a space and a digit or a punctuation mark, too, and between a letter and a mark or the end of a
+line, where the same tests find that the tokenizer allows it; pieces are not.
 """
 
 from __future__ import annotations
@@ -34,6 +34,10 @@ BEFORE_THOSE: Final = ["x", " ", "\n1"]
 MARKS_SEEN: Final = "".join(char for char in ASCII_SEEN if not char.isalpha())
 BEHIND_MARKS: Final = ["a", "1", "é", "\n", "'s", "- "]
 BEFORE_MARKS: Final = ["x", "é", "1", ".", "*"]
+WORD_ENDS: Final = "\n" + "".join(char for char in MARKS_SEEN if not char.isdigit() and char != "'")
+"""What a tokenizer may tell apart from the letter before it. It keeps the two letters of "it's" together."""
+ENDED_WORDS: Final = ["x", "é", "я", "I'm", ".aB"]
+BEHIND_ENDS: Final = ["", "a", "é", "1", "\n\n", "\n ", "'s", "-", ". "]
 BESIDE_TOKENS: Final = ["", "x", " ", " it", ".", "\n", "\n\n ", "é", "1"]
 WORD_SPACE: Final = "\u2581"
 
@@ -57,22 +61,23 @@ class Words(Protocol):
     def forget(self) -> None: ...
 
 
-MakeWords = Callable[[str, str, bool, tuple[str, ...]], Words]
-"""From what may follow the space at a cut, what may precede it, whether the space is dropped, and added tokens (see
-``PythonWords``).
+MakeWords = Callable[[str, str, bool, tuple[str, ...], str], Words]
+"""From what may follow the space at a cut, what may precede it, whether the space is dropped, added tokens, and what
+ends a word behind a letter (see ``PythonWords``).
 """
 
 
 class PythonWords:
     """Cuts texts into words, and knows the tokens of those that it learned.
 
-    Cuts are before each space that one of ``after`` follows and one of ``before`` precedes, and around each of the
-    added ``tokens``. ``drops_space``: a word after a cut is given without its space; ``tokens`` must be empty then.
+    Cuts are before each space that one of ``after`` follows and one of ``before`` precedes, around each of the
+    added ``tokens``, and before each of ``ends`` behind a letter. ``drops_space``: a word after a cut is given without
+    its space; ``tokens`` and ``ends`` must be empty then.
     """
 
-    def __init__(self, after: str, before: str, drops_space: bool, tokens: tuple[str, ...]) -> None:
-        after, before = (f"[{re.escape(chars)}]" for chars in (after, before))
-        self._word = re.compile(f" ?[^ ]*(?: (?!{after})[^ ]*|(?<!{before}) [^ ]*)*")
+    def __init__(self, after: str, before: str, drops_space: bool, tokens: tuple[str, ...], ends: str) -> None:
+        cut = f"(?<=[{re.escape(before)}])(?= [{re.escape(after)}])"
+        self._cut = re.compile(f"{cut}|(?<=[{LETTERS}])(?=[{re.escape(ends)}])" if ends else cut)
         self._drops_space = drops_space
         self._tokens = re.compile(f"({'|'.join(map(re.escape, tokens))})") if tokens else None
         self._known: dict[str, bytes] = {}
@@ -83,7 +88,7 @@ class PythonWords:
         parts = [text] if self._tokens is None else self._tokens.split(text)
         words: list[str] = []
         for between, token in zip_longest(parts[::2], parts[1::2], fillvalue=""):
-            words += [*self._word.findall(between), token]
+            words += [*self._cut.split(between), token]
         words = [word for word in words if word]
         return words[:1] + [word[1:] for word in words[1:]] if self._drops_space else words
 
@@ -164,14 +169,18 @@ def find_cuts(tokenizer: Tokenizer, hint: str = "", make_words: MakeWords = Pyth
     # A mark that begins an added token around which words are not cut may belong to that token.
     begins = "".join(token.content[:1] for token in added if token.content not in around)
     marks = "".join(char for char in MARKS_SEEN if char not in begins)
-    for drops_space, cut_around, cut_before in (
-        (False, around, marks),
-        (False, around, ""),
-        (False, (), ""),
-        (True, (), ""),
+    # A mark in such a token would be cut off.
+    within = "".join(token.content for token in added if token.content not in around)
+    ends = "".join(char for char in WORD_ENDS if char not in within)
+    for drops_space, cut_around, cut_before, cut_ends in (
+        (False, around, marks, ends),
+        (False, around, marks, ""),
+        (False, around, "", ""),
+        (False, (), "", ""),
+        (True, (), "", ""),
     ):
-        cuts = _word_cuts(tokens, added, make_words, drops_space, cut_around, cut_before)
-        if may_cut_words(tokenizer, cuts, cut_around, cut_before):
+        cuts = _word_cuts(tokens, added, make_words, drops_space, cut_around, cut_before, cut_ends)
+        if may_cut_words(tokenizer, cuts, cut_around, cut_before, cut_ends):
             return replace(cuts, chars_behind=chars_behind)
     return Cuts(tokens, None, None, chars_behind=chars_behind)
 
@@ -183,6 +192,7 @@ def _word_cuts(
     drops_space: bool,
     around: tuple[str, ...],
     marks: str,
+    word_ends: str,
 ) -> Cuts:
     # No cut after an added token that absorbs the following space, nor, if spaces are dropped, after any added token:
     # the text after it is tokenized separately, and its leading space must stay.
@@ -190,7 +200,7 @@ def _word_cuts(
     before = "".join(char for char in ASCII_SEEN if char not in ends) + LETTERS_SEEN
     # Begins with a literal, which ``re`` searches for fast.
     words = re.compile(f" (?<=[{re.escape(before)}] )(?=[{LETTERS}])")
-    return Cuts(tokens, words, make_words(LETTERS_SEEN + marks, before, drops_space, around), drops_space)
+    return Cuts(tokens, words, make_words(LETTERS_SEEN + marks, before, drops_space, around, word_ends), drops_space)
 
 
 def plain_tokens(added: Sequence[AddedToken]) -> list[str]:
@@ -216,10 +226,10 @@ def _may_be_hidden(content: str, contents: Sequence[str]) -> bool:
     return False
 
 
-def may_cut_words(tokenizer: Tokenizer, cuts: Cuts, around: tuple[str, ...], marks: str) -> bool:
-    """Tests the tokenizer: its pre-tokenizer or, failing that, its vocabulary, and the tokens of two texts:
-    of words with all neighbours, ``marks`` after the space among them, and of the added tokens in ``around``, where
-    words are cut on both sides.
+def may_cut_words(tokenizer: Tokenizer, cuts: Cuts, around: tuple[str, ...], marks: str, ends: str) -> bool:
+    """Tests the tokenizer: its pre-tokenizer or, failing that and without ``ends``, its vocabulary, and the tokens of
+    two texts: of words with all neighbours, ``marks`` after the space and ``ends`` behind a letter among them, and of
+    the added tokens in ``around``, where words are cut on both sides.
     """
     if any(_reaches_over_space(token, marks) for token in tokenizer.get_added_tokens_decoder().values()):
         return False
@@ -229,9 +239,10 @@ def may_cut_words(tokenizer: Tokenizer, cuts: Cuts, around: tuple[str, ...], mar
         product(["x"], BEFORE_MARKS, map("".join, product(marks, BEHIND_MARKS))),
     )
     text = " ".join(f"{a}{b} {c}" for a, b, c in neighbours)
+    text += "".join(f" {a}{b}{c}" for a, b, c in product(ENDED_WORDS, ends, BEHIND_ENDS))
     assert cuts.between_words is not None
     pieces = cuts.between_words.cut(text)
-    if not (_same_words(tokenizer, text, pieces) or _joins_no_words(tokenizer)):
+    if not (_same_words(tokenizer, text, pieces) or (not ends and _joins_no_words(tokenizer))):
         return False
     with_tokens = "".join(f"{a}{token}{b}" for a, token, b in product(BESIDE_TOKENS, around, BESIDE_TOKENS))
     return all(_same_tokens(tokenizer, one, cuts.between_words.cut(one)) for one in (text, with_tokens))

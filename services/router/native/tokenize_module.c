@@ -13,6 +13,7 @@ enum { CHARS = 0x800 }; /* What has at most two bytes in UTF-8. Nothing beyond s
 typedef struct {
     PyObject_HEAD
     uint64_t behind[CHARS / 64], before[CHARS / 64];
+    uint64_t ends[CHARS / 64]; /* Before these a word ends, if a letter precedes. */
     bool begins_token[256]; /* First bytes of `tokens`. */
     PyObject *tokens;       /* A tuple of bytes, none empty. */
     struct word_table table;
@@ -82,11 +83,19 @@ static Py_UCS4 char_before(const struct text *text, size_t end)
     return byte_at(text, end - 2) < 0xc0 ? CHARS : char_at(text, end - 2);
 }
 
-/* The first space from `at` on, or `until`. */
-static size_t next_space(const struct text *text, size_t at, size_t until)
+/* Letters are all that may stand behind a cut and belong to an alphabet. */
+static bool is_letter(const Words *self, Py_UCS4 one)
 {
-    const char *found = at < until ? memchr(text->bytes + at, ' ', until - at) : NULL;
-    return found ? (size_t)(found - text->bytes) : until;
+    return has(self->behind, one) && Py_UNICODE_ISALPHA(one);
+}
+
+/* Whether a word ends at `at`, which another character precedes. */
+static bool is_cut(const Words *self, const struct text *text, size_t at)
+{
+    unsigned char one = byte_at(text, at);
+    if (one == ' ')
+        return at + 1 < text->token && has(self->behind, char_at(text, at + 1)) && has(self->before, char_before(text, at));
+    return has(self->ends, one) && is_letter(self, char_before(text, at));
 }
 
 /* The size of the added token at `at`; 0: none begins there. */
@@ -115,7 +124,7 @@ static size_t next_token(const Words *self, const struct text *text, size_t at)
     return at < text->size ? at : text->size;
 }
 
-/* The end of the next word: of an added token, or before one, before a space, or of the text. */
+/* The end of the next word: of an added token, or before one, before a space or an end of words, or of the text. */
 static size_t word_end(const Words *self, struct text *text)
 {
     if (text->token < text->word || !text->is_token_found) {
@@ -124,11 +133,10 @@ static size_t word_end(const Words *self, struct text *text)
     }
     if (text->token == text->word)
         return text->word + token_size(self, text, text->token);
-    size_t until = text->token, at = next_space(text, text->word + 1, until);
-    for (; at + 1 < until; at = next_space(text, at + 1, until))
-        if (has(self->behind, char_at(text, at + 1)) && has(self->before, char_before(text, at)))
-            return at;
-    return until;
+    size_t at = text->word + 1;
+    while (at < text->token && !is_cut(self, text, at))
+        at++;
+    return at;
 }
 
 /* The next word, in the form in which it is tokenized; false at the end. */
@@ -308,13 +316,13 @@ static bool fill_tokens(Words *self, PyObject *tokens)
 
 static PyObject *words_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    PyObject *behind, *before, *tokens;
+    PyObject *behind, *before, *tokens, *ends;
     int drops_space;
     if (kwargs != NULL && PyDict_GET_SIZE(kwargs)) {
         PyErr_SetString(PyExc_TypeError, "no argument may be named");
         return NULL;
     }
-    if (!PyArg_ParseTuple(args, "UUpO!", &behind, &before, &drops_space, &PyTuple_Type, &tokens))
+    if (!PyArg_ParseTuple(args, "UUpO!U", &behind, &before, &drops_space, &PyTuple_Type, &tokens, &ends))
         return NULL;
     Words *self = (Words *)type->tp_alloc(type, 0);
     if (self == NULL)
@@ -326,7 +334,8 @@ static PyObject *words_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     Py_XDECREF(secret);
     if (secret && !words_open(&self->table, (uint64_t)hash))
         PyErr_NoMemory();
-    if (PyErr_Occurred() || !fill(self->behind, behind) || !fill(self->before, before) || !fill_tokens(self, tokens))
+    if (PyErr_Occurred() || !fill(self->behind, behind) || !fill(self->before, before) || !fill(self->ends, ends)
+        || !fill_tokens(self, tokens))
         Py_CLEAR(self);
     return (PyObject *)self;
 }

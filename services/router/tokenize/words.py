@@ -12,6 +12,6 @@ else:
     IS_COMPILED = True
 
 
-def words_between(behind: str, before: str, drops_space: bool, tokens: tuple[str, ...]) -> Words:
+def words_between(behind: str, before: str, drops_space: bool, tokens: tuple[str, ...], ends: str) -> Words:
     """See ``PythonWords``."""
-    return (NativeWords if IS_COMPILED else PythonWords)(behind, before, drops_space, tokens)
+    return (NativeWords if IS_COMPILED else PythonWords)(behind, before, drops_space, tokens, ends)

@@ -19,23 +19,25 @@ TEXTS = st.lists(
 ).map("".join)
 """With spaces of all neighbours, in strings of one, two and four bytes a character."""
 ENDS = st.sets(st.sampled_from("-.>a"))
+WORD_ENDS = st.sets(st.sampled_from("-.>\n|")).map(sorted).map("".join)
 MARKS = st.sets(st.sampled_from("-.<1|")).map(sorted).map("".join)
 TOKENS = st.lists(st.sampled_from(ADDED), unique=True).map(tuple)
 
 
 @settings(deadline=None, max_examples=examples(300))
-@given(TEXTS, ENDS, MARKS, st.booleans(), TOKENS, st.data())
-@example("", set(), "", False, (), None)
-@example(" a", set(), "", True, (), None)
-@example("  a  b ", set(), "", True, (), None)
-@example("<|a|><|a|> a <|a|>", set(), "<", False, ("<|a|>",), None)
-def test_words_and_their_tokens_equal_those_of_python(text, ends, marks, drops_space, tokens, data):
+@given(TEXTS, ENDS, MARKS, st.booleans(), TOKENS, WORD_ENDS, st.data())
+@example("", set(), "", False, (), "", None)
+@example(" a", set(), "", True, (), "", None)
+@example("  a  b ", set(), "", True, (), "", None)
+@example("<|a|><|a|> a <|a|>", set(), "<", False, ("<|a|>",), "", None)
+@example("é. Zé.-1.b\n\na.", set(), "", False, (), ".\n", None)
+def test_words_and_their_tokens_equal_those_of_python(text, ends, marks, drops_space, tokens, word_ends, data):
     from services.router.native._tokenize import NativeWords  # may not be built
 
     before = "".join(char for char in ASCII_SEEN if char not in ends) + LETTERS_SEEN
-    tokens = () if drops_space else tokens
-    python = PythonWords(LETTERS_SEEN + marks, before, drops_space, tokens)
-    native = NativeWords(LETTERS_SEEN + marks, before, drops_space, tokens)
+    tokens, word_ends = ((), "") if drops_space else (tokens, word_ends)
+    python = PythonWords(LETTERS_SEEN + marks, before, drops_space, tokens, word_ends)
+    native = NativeWords(LETTERS_SEEN + marks, before, drops_space, tokens, word_ends)
 
     words = python.cut(text)
     assert native.cut(text) == words
@@ -60,7 +62,7 @@ def test_words_and_their_tokens_equal_those_of_python(text, ends, marks, drops_s
 def test_many_words_are_kept_and_forgotten_apart():
     from services.router.native._tokenize import NativeWords
 
-    words = NativeWords("a", "a", False, ())
+    words = NativeWords("a", "a", False, (), "")
     kept, others = ({f"{kind}{number}": b"%d" % number for number in range(5000)} for kind in "кo")
     assert words.learn(kept) == 5000
     words.keep()
@@ -77,7 +79,7 @@ def test_many_words_are_kept_and_forgotten_apart():
 def test_what_is_known_already_stays():
     from services.router.native._tokenize import NativeWords
 
-    for words in (NativeWords("a", "a", False, ()), PythonWords("a", "a", False, ())):
+    for words in (NativeWords("a", "a", False, (), ""), PythonWords("a", "a", False, (), "")):
         words.learn({"a": b"1"})
         assert words.learn({"a": b"2", "b": b"3"}) == 2
         assert words.recall("a") == ([b"1"], [])
@@ -87,7 +89,7 @@ def test_what_is_known_already_stays():
 def test_what_is_no_text_is_refused(text):
     from services.router.native._tokenize import NativeWords
 
-    words = NativeWords("a", "a", False, ())
+    words = NativeWords("a", "a", False, (), "")
     for method in (words.cut, words.recall):
         with pytest.raises(TypeError):
             method(text)
@@ -97,7 +99,7 @@ def test_a_text_that_cannot_be_utf8_is_refused():
     from services.router.native._tokenize import NativeWords
 
     with pytest.raises(UnicodeEncodeError):
-        NativeWords("a", "a", False, ()).recall("a \ud800")
+        NativeWords("a", "a", False, (), "").recall("a \ud800")
 
 
 @pytest.mark.parametrize("words", [[], {"a": ("x",)}, {b"a": b"x"}], ids=repr)
@@ -105,14 +107,14 @@ def test_what_are_no_words_and_tokens_is_refused(words):
     from services.router.native._tokenize import NativeWords
 
     with pytest.raises(TypeError):
-        NativeWords("a", "a", False, ()).learn(words)
+        NativeWords("a", "a", False, (), "").learn(words)
 
 
 def test_letters_beyond_the_table_are_refused():
     from services.router.native._tokenize import NativeWords
 
     with pytest.raises(ValueError, match="28450 is beyond 2047"):
-        NativeWords("漢", "a", False, ())
+        NativeWords("漢", "a", False, (), "")
 
 
 @pytest.mark.parametrize("token", ["", b"<a>", None], ids=repr)
@@ -120,4 +122,4 @@ def test_what_is_no_added_token_is_refused(token):
     from services.router.native._tokenize import NativeWords
 
     with pytest.raises(TypeError, match="an added token must be a string"):
-        NativeWords("a", "a", False, ("<b>", token))
+        NativeWords("a", "a", False, ("<b>", token), "")
