@@ -182,8 +182,8 @@ def _wait_s(transfer_report: KvTransferReport) -> list[float]:
 
 log = logging.getLogger("baton.request")
 
-REPORT_S: Final = 0.1
-"""Interval between two reports to the collector."""
+REPORT_S: Final = 0.5
+"""Interval between two reports to the collector, and the longest delay of one: nobody who reads them decides faster."""
 REPORTED_AT_ONCE_MAX: Final = 1000
 """Finished requests in one message: packing more would hold up the streams that the event loop relays."""
 UNREPORTED_MAX: Final = 10_000
