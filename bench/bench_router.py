@@ -47,6 +47,8 @@ ROUNDS = 6
 """The fewest with which the sign test gives a 95 % interval."""
 ROUTER = ("-m", "services.router")
 STREAM_TOKENS = 256
+NATS_THREADS = {"GOMAXPROCS": "1"}
+"""As ``baton up`` starts nats-server on two cores."""
 LATENCY_TOKENS = 2
 """The decode engine needs the KV for the second token; the first one comes with it."""
 CACHED_PROMPTS = 8
@@ -227,7 +229,7 @@ def running(pairs: int, checkout: Path = CHECKOUT, router: Sequence[str] = ROUTE
     """``router``: what the checkout's Python runs."""
     with (
         tempfile.TemporaryDirectory() as scratch,
-        NatsServer(Path(scratch), has_buckets=True) as nats,
+        NatsServer(Path(scratch), has_buckets=True, env=NATS_THREADS) as nats,
         HandoffTap(nats.url, {int(OTHER_CORE)}) as handoffs,
     ):
         pin(nats.pid, OTHER_CORE)

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import cycle, islice
@@ -84,8 +85,12 @@ class NatsServer:
         max_payload: int = 1024 * 1024,
         extra_config: str = "",
         has_buckets: bool = False,
+        env: Mapping[str, str] | None = None,
     ) -> None:
-        """``port``: 0 is a free one. ``has_buckets``: with those that an orchestrator makes, for a test that runs none."""
+        """``port``: 0 is a free one. ``has_buckets``: with those that an orchestrator makes, for a test that runs none.
+        ``env``: variables besides those of this process.
+        """
+        self._env = {**os.environ, **(env or {})}
         self._has_buckets = has_buckets
         self.host = host
         self.port = port or free_port()
@@ -108,7 +113,9 @@ class NatsServer:
         self.kill()
 
     def start(self) -> None:
-        self._process = subprocess.Popen([find_nats_server(), "-c", str(self._config)], stderr=subprocess.DEVNULL)
+        self._process = subprocess.Popen(
+            [find_nats_server(), "-c", str(self._config)], env=self._env, stderr=subprocess.DEVNULL
+        )
         deadline = time.monotonic() + READY_S_MAX
         while True:
             try:
