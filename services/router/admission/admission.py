@@ -19,10 +19,14 @@ import math
 from heapq import heapify, heappop, heappush
 from typing import Final
 
+import msgspec
+
 from services.router.admission.fair_share import cost_of
 from services.router.admission.pacing import Pacing
 from services.router.admission.policy import AdmissionPolicy
 from services.router.admission.queues import (
+    NONE_GIVEN,
+    GivenWork,
     ModelQueue,
     Place,
     PrefillLoads,
@@ -87,7 +91,7 @@ class Admission:
         self._running: dict[WorkerId, int] = {}
         """Number of requests by the worker that generates their completion."""
         self._loads = PrefillLoads()
-        self._pacing = Pacing(policy.engine_queue_s_max)
+        self._pacing = Pacing()
         self._paced_at = math.inf
         """When the first gap ends that a waiting request waits for, according to the last scheduling pass."""
         self.waiting = 0
@@ -105,6 +109,8 @@ class Admission:
             if (rejection := self._reject_late(entry, result, now)) is not None:
                 return rejection
             obstacle = self._obstacle(entry, result, now)
+            if obstacle is not None and (other := self._elsewhere(entry, result, now)) is not None:
+                result, obstacle = other, None
             if obstacle is None and models.may_overtake(prefill_worker(result), result.decode.record.worker_id):
                 queue.share.enter(request.tenant)
                 self._begin(entry, result, now)
@@ -132,7 +138,7 @@ class Admission:
                 self._leave(entry)
         for queue in [queue for queue in self._models.values() if queue.count]:
             queue.throughput.advance(now)
-            scheduling = SchedulingPass(queue, self._place, self._obstacle)
+            scheduling = SchedulingPass(queue, self._place, self._obstacle, self._elsewhere)
             scheduling.run(now)
             self._unfinished = self._unfinished or scheduling.unfinished
             for entry, result in scheduling.decided:
@@ -198,22 +204,49 @@ class Admission:
         got and that its predicted queue does not contain yet.
 
         A decode worker that serves none of this router's requests is no obstacle: waiting would not make it faster.
+        Prompts that will be computed beside the answer do not count here: the worker's latest ones say nothing about
+        them, and ``pacing`` decides when the next ones come.
         """
         predicted, queue = placement.predicted, entry.queue
         own_s = MEAN_PROMPTS_AHEAD * queue.model_queue.work_s if queue is not None else 0.0
         soon_s = max(self._policy.engine_queue_s_max, own_s)
         if predicted.queue_s + given_s > soon_s:
             return prefill_worker(placement)
-        if self._gap(entry, placement) > 0.0:
-            begins_at = self._pacing.begins_at(placement, prefill_worker(placement), soon_s, given_s, now)
-            if begins_at > now:
-                self._paced_at = min(self._paced_at, begins_at)
-                return prefill_worker(placement)
+        wait_s = self._paced_s(entry, placement, now, given_s)
+        if wait_s > 0.0:
+            self._paced_at = min(self._paced_at, now + wait_s)
+            return prefill_worker(placement)
         late = predicted.decode_queue_s > soon_s
-        if late or placement.predicted_itl_s > entry.request.targets.itl_s:
+        if late or placement.answer_step_s > entry.request.targets.itl_s:
             decode = placement.decode.record.worker_id
             return decode if decode in self._running else None
         return None
+
+    def _elsewhere(
+        self, entry: QueueEntry, placement: Placement, now: float, given: GivenWork = NONE_GIVEN
+    ) -> Placement | None:
+        """Where the request can begin now, if it would have to wait for a gap and its first token comes no later there.
+        Placement does not know of gaps: all waiting requests would wait for the same worker, which has the least to do.
+        """
+        worker_id = prefill_worker(placement)
+        wait_s = self._paced_s(entry, placement, now, given.get(worker_id, 0.0))
+        if wait_s <= 0.0:
+            return None
+        request = entry.request
+        others = msgspec.structs.replace(
+            request, excluded=request.excluded | {worker_id}, revisions=request.revisions[:1]
+        )
+        other = self._place(others, now)
+        if isinstance(other, Rejection) or total_s(other.predicted) > total_s(placement.predicted) + wait_s:
+            return None
+        given_s = given.get(prefill_worker(other), 0.0)
+        return other if self._obstacle(entry, other, now, given_s) is None else None
+
+    def _paced_s(self, entry: QueueEntry, placement: Placement, now: float, given_s: float) -> float:
+        """How long the request must wait for the end of a gap at the worker that computes its prompt."""
+        if self._gap(entry, placement) <= 0.0:
+            return 0.0
+        return self._pacing.wait_s(placement, prefill_worker(placement), given_s, now)
 
     def _gap(self, entry: QueueEntry, placement: Placement) -> float:
         """See ``Pacing.gap``."""

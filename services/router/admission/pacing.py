@@ -27,9 +27,15 @@ GAP_MAX: Final = 1.0
 """Longest gap after a prompt, in units of its work: where answers get slow for other reasons, prompts still go on."""
 MIXED: Final = [number / 32 for number in range(1, 33)]
 """Shares of steps with prompts that are tried."""
-OWED_STEPS: Final = 12.0
+OWED_STEPS: Final = 24.0
 """Short steps that an idle engine may owe its answers. Reports correct what was predicted of prompts: after a wrong
-prediction, the next prompt waits for no more than these.
+prediction, the next prompt waits for no more than these. It must exceed the gaps that answers need: in replays, half as
+many gave the same results, and a quarter cut gaps short.
+"""
+EARLY_S: Final = 0.05
+"""How long before the end of a gap a prompt may be sent. Others were sent late, after a report or a scheduling pass,
+and left longer gaps than computed; this makes up for them. An engine that was idle gets as much work without a gap, so
+this must be short: with 0.25, bursts of a few seconds got no gaps.
 """
 WORKERS_MAX: Final = 1024
 """Workers whose gaps are kept before those that are over are dropped."""
@@ -68,8 +74,7 @@ def missed(limit: float, mixed: float, tokens_out: float) -> float:
 class Pacing:
     """When each worker may be sent its next prompt."""
 
-    def __init__(self, engine_queue_s_max: float) -> None:
-        self._queue_s_max = engine_queue_s_max
+    def __init__(self) -> None:
         self._until: dict[WorkerId, float] = {}
         """When the work of a worker's prompts and the gaps after them are over."""
 
@@ -81,11 +86,14 @@ class Pacing:
             return 0.0
         return best_gap(round(long_s / limit_s, 2), round(placement.step_s / limit_s, 2), float(f"{tokens_out:.1e}"))
 
-    def begins_at(self, placement: Placement, worker_id: WorkerId, ahead_s: float, given_s: float, now: float) -> float:
-        """When the worker's next prompt may be sent: ``ahead_s`` before its prompts and their gaps are over.
-        ``given_s``: work that it got and that its predicted queue does not contain yet.
+    def wait_s(self, placement: Placement, worker_id: WorkerId, given_s: float, now: float) -> float:
+        """How long the worker's next prompt must wait for the end of a gap; 0 or less: not at all. ``given_s``: work
+        that it got and that its predicted queue does not contain yet.
         """
-        return self._over_at(placement, worker_id, now) + given_s - ahead_s
+        over_at = self._over_at(placement, worker_id, now)
+        if not given_s and worker_id in self._until:
+            self._until[worker_id] = over_at
+        return over_at + given_s - EARLY_S - now
 
     def begun(self, placement: Placement, worker_id: WorkerId, work_s: float, gap: float, now: float) -> None:
         """A prompt was sent."""
@@ -97,5 +105,5 @@ class Pacing:
         """When the worker's prompts and their gaps are over. Reports correct what was predicted of earlier prompts:
         when the engine has computed them, it owes ``OWED_STEPS`` at most.
         """
-        latest = now + placement.predicted.queue_s + self._queue_s_max + OWED_STEPS * placement.step_s
+        latest = now + placement.predicted.queue_s + EARLY_S + OWED_STEPS * placement.step_s
         return min(max(self._until.get(worker_id, now), now), latest)

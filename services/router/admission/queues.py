@@ -298,6 +298,10 @@ the streams that the router relays.
 
 Place = Callable[[PlacementRequest, float], Placement | Rejection]
 Obstacle = Callable[[QueueEntry, Placement, float, float], WorkerId | None]
+GivenWork = Mapping[WorkerId, float]
+"""Seconds of work by worker that their reports do not show yet."""
+NONE_GIVEN: Final[GivenWork] = {}
+Elsewhere = Callable[[QueueEntry, Placement, float, GivenWork], Placement | None]
 
 
 class SchedulingPass:
@@ -305,10 +309,11 @@ class SchedulingPass:
     changes only which workers the requests wait for.
     """
 
-    def __init__(self, model_queue: ModelQueue, place: Place, obstacle: Obstacle) -> None:
+    def __init__(self, model_queue: ModelQueue, place: Place, obstacle: Obstacle, elsewhere: Elsewhere) -> None:
         self._model_queue = model_queue
         self._place = place
         self._obstacle = obstacle
+        self._elsewhere = elsewhere
         self._reserved: set[WorkerId] = set()
         """Workers that an earlier request of the order waits for: later ones must not take them."""
         self._given_s: dict[WorkerId, float] = {}
@@ -341,9 +346,12 @@ class SchedulingPass:
             else:
                 self.decided.append((entry, result))
             return
+        given_s = self._given_s.get(prefill_worker(result), 0.0)
+        awaits = self._obstacle(entry, result, now, given_s)
+        if awaits is not None and (other := self._elsewhere(entry, result, now, self._given_s)) is not None:
+            result, awaits = other, None
         prefill, decode = prefill_worker(result), result.decode.record.worker_id
         given_s = self._given_s.get(prefill, 0.0)
-        awaits = self._obstacle(entry, result, now, given_s)
         if awaits is not None and given_s:
             self.unfinished = True
             self._hold(entry, awaits, HELD_LIKE_NEXT)

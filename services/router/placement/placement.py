@@ -123,6 +123,8 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """What as many prompt tokens as it computes in one step add to it; 0: it decodes nothing, has not been measured, or
     the request has no target between tokens.
     """
+    answer_step_s: float = 0.0
+    """Decode step, with this request, of the worker that answers: ``predicted_itl_s`` without prompts in between."""
     why: str = ""
     considered: int = 0
     """Free workers that could have been chosen."""

@@ -10,7 +10,6 @@ import numpy.typing as npt
 from msgspec.structs import astuple
 
 from services.router.state.worker_speed import WorkerSpeed
-from shared.engine_speed.steps import DEFAULT_STEP_TIMES
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -62,6 +61,7 @@ TRANSFER_BASE_S: Final = SPEED + 6
 TRANSFER_TOKEN_S: Final = SPEED + 7
 PAIRS_PER_TOKEN: Final = SPEED + 8
 TRANSIT_S: Final = SPEED + 9
+PROMPTS_MEASURED: Final = SPEED + 10
 DIVISORS: Final = [BLOCK_SIZE, STEP_TOKENS]
 """Columns that are never 0, not even in unused rows: C evaluates formulas for all rows at once."""
 NUMBERS: Final = SPEED + len(WorkerSpeed.__struct_fields__)
@@ -185,10 +185,8 @@ class FleetTable:
         was not measured yet.
         """
         n = self._columns.read(row)
-        if n[PREFILL_TOKEN_S] == DEFAULT_STEP_TIMES.prefill_token_s:
-            return 0.0
         each_s = n[PREFILL_TOKEN_S] + n[PREFILL_PAIR_S] * n[PAIRS_PER_TOKEN]
-        return n[ANSWERS] * (n[PREFILL_STEP_S] + n[STEP_TOKENS] * each_s)
+        return n[PROMPTS_MEASURED] * n[ANSWERS] * (n[PREFILL_STEP_S] + n[STEP_TOKENS] * each_s)
 
     def set_speed(self, row: int, speed: WorkerSpeed) -> None:
         """Write how fast that worker is."""

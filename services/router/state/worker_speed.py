@@ -56,3 +56,5 @@ class WorkerSpeed(msgspec.Struct, frozen=True, kw_only=True):
     """Earlier tokens that a computed prompt token attended to, lately and on average: for prompts of unknown length."""
     transit_s: float = 0.002
     """From the start of a leg to its first token at the router, minus the time that the engine measured."""
+    prompts_measured: float = 0.0
+    """1 if the worker, or one like it, has measured what prompts take; else 0."""

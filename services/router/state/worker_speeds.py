@@ -20,7 +20,7 @@ from shared.contracts.kv_exchange import KvRead
 from shared.contracts.load import EngineSpeed, WorkerLoad
 from shared.contracts.workers import KV_SPEED_MAX, WorkerRecord
 from shared.engine_speed.learner import filled_in, is_valid, settled_only
-from shared.engine_speed.steps import DEFAULT_STEP_TIMES, StepTimeModel
+from shared.engine_speed.steps import StepTimeModel
 from shared.engine_speed.unit_costs import SECONDS_MAX, SECONDS_MIN, Prior, UnitCosts
 
 FINGERPRINTS_MAX: Final = 256
@@ -205,8 +205,13 @@ class SpeedOf:
 
 
 def _estimate(engine: EngineSpeed | None) -> WorkerSpeed:
-    times = StepTimeModel.of(engine) if engine is not None else DEFAULT_STEP_TIMES
-    return WorkerSpeed(**times._asdict(), pairs_per_token=engine.pairs_per_token if engine is not None else 0.0)
+    if engine is None:
+        return DEFAULT_SPEED
+    return WorkerSpeed(
+        **StepTimeModel.of(engine)._asdict(),
+        pairs_per_token=engine.pairs_per_token,
+        prompts_measured=float(engine.prefill_samples > 0.0),
+    )
 
 
 class Life:

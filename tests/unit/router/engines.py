@@ -33,6 +33,8 @@ class Engine:
     step_s: float = 0.0
     prompt_step_s: float = 0.0
     """A decode step, and what a full step of prompt tokens adds."""
+    computed_lately: bool = False
+    """Its latest work was a long prompt, by which decode steps seem slow."""
     free_at: float = 0.0
     legs: int = 0
     begun: list[str] = field(default_factory=list)
@@ -61,7 +63,7 @@ class Engines:
         offering = [one for one in self.engines.values() if request.model in one.models]
         if request.forced is not None:
             offering = [one for one in offering if one.worker_id == request.forced.decode_worker]
-        fit = [one for one in offering if one.legs < one.legs_max]
+        fit = [one for one in offering if one.legs < one.legs_max and one.worker_id not in request.excluded]
         if not fit:
             return BUSY if offering else NONE_READY
         engine = min(fit, key=lambda one: max(one.free_at, now))
@@ -72,7 +74,8 @@ class Engines:
             decode=engine.view,
             uncached_tokens=request.prompt_tokens,
             predicted=parts,
-            predicted_itl_s=0.01 * (engine.legs + 1),
+            predicted_itl_s=0.01 * (engine.legs + 1) * (10.0 if engine.computed_lately else 1.0),
+            answer_step_s=0.01 * (engine.legs + 1),
             step_s=engine.step_s,
             prompt_step_s=engine.prompt_step_s,
             considered=len(offering),

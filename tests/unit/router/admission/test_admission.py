@@ -190,6 +190,16 @@ def test_a_request_passes_others_that_wait_for_another_worker():
     assert engines.placed_at[passing] == 0.0
 
 
+def test_an_idle_worker_is_not_waited_for_because_it_computed_a_long_prompt():
+    engines = Engines(Engine("w1", decode_s=3.0, computed_lately=True))
+    engines.offer(10, itl_s=0.1)
+    engines.run(until=1.0)
+
+    entry = engines.offer(10, itl_s=0.1)
+
+    assert engines.placed_at[entry] == 1.0
+
+
 def test_a_worker_stays_reserved_for_the_earlier_queued_request():
     engines = Engines(Engine("w1", decode_s=3.0), Engine("w2"))
     first = engines.offer(10, forced=ForcedWorkers(decode_worker="w1"))

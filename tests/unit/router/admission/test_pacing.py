@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 
 from services.router.admission.pacing import GAP_MAX, OWED_STEPS, best_gap, missed
+from services.router.admission.queues import QueueEntry
 from tests.unit.router.engines import Engine, Engines
 
 SHORT_S, CHUNK_S = 0.012, 0.1
@@ -109,3 +110,34 @@ def test_a_wrong_prediction_holds_prompts_back_for_a_few_steps_only():
 
     assert engines.placed_at[waiting] <= 0.5 + OWED_STEPS * SHORT_S
     assert math.isfinite(engines.placed_at[waiting])
+
+
+def after_a_gap(busy_s: float) -> tuple[Engines, QueueEntry, float]:
+    """A worker that must not get its next prompt for a moment, beside one that is busy for ``busy_s`` from then on; a
+    request that arrives then.
+    """
+    first, second = (Engine(name, step_s=SHORT_S, prompt_step_s=CHUNK_S) for name in ("w1", "w2"))
+    engines = Engines(first, second)
+    second.free_at = 100.0
+    for _ in range(40):
+        engines.offer(100, **ANSWER)
+    engines.run()
+    assert engines.now == first.free_at
+    second.free_at = engines.now + busy_s
+    return engines, engines.offer(100, **ANSWER), engines.now
+
+
+def test_a_request_begins_elsewhere_where_its_first_token_comes_no_later():
+    engines, entry, now = after_a_gap(busy_s=0.001)
+    engines.run()
+
+    assert dict(engines.ends)[entry].decode.record.worker_id == "w2"
+    assert engines.placed_at[entry] == now
+
+
+def test_a_request_waits_for_the_gap_where_others_would_take_longer():
+    engines, entry, now = after_a_gap(busy_s=0.24)
+    engines.run()
+
+    assert dict(engines.ends)[entry].decode.record.worker_id == "w1"
+    assert engines.placed_at[entry] > now

@@ -79,6 +79,18 @@ def test_placement_uses_the_published_speed():
     assert (speed.decode_step_s, speed.prefill_token_s, speed.pairs_per_token) == (0.01, 1e-4, 500.0)
 
 
+def test_what_a_prompt_step_takes_is_known_once_prompts_were_measured():
+    fleet = Fleet("w1")
+
+    def prompt_step_s() -> float:
+        return fleet.cluster.table.prompt_step_s(fleet.cluster.workers[W1].row)
+
+    fleet.report("w1", speed=msgspec.structs.replace(MEASURED, prefill_samples=0.0))
+    assert prompt_step_s() == 0.0
+    fleet.report("w1", speed=MEASURED)
+    assert prompt_step_s() > 0.0
+
+
 def test_default_speeds_hold_until_one_is_published():
     speed = Fleet("w1").report("w1")
 
