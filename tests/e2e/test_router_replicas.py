@@ -20,7 +20,7 @@ from tests.support.system import GUARD_S_MAX, System, baton, until
 
 pytestmark = pytest.mark.nats
 
-TWO = ("--engine", "simulated", "--routers", "2", "--both", "2")
+TWO = ("--engine", "simulated", "--routers", "2", "--both", "1")
 NAMES = ("router-1", "router-2")
 CONNECTIONS_MAX = 200
 BEAT_S_MAX = 1.5
