@@ -8,10 +8,19 @@ from collections.abc import Callable
 
 import msgspec
 
+from connector.groups import GroupPlan
 from shared.contracts.channels import KV_GRANT
-from shared.contracts.kv_exchange import GroupBlocks, KvGrant, LeaseKv, unpack_full_hashes
+from shared.contracts.ids import Epoch, WorkerId
+from shared.contracts.kv_exchange import (
+    GroupBlocks,
+    KvGrant,
+    KvGroupKind,
+    LeaseKv,
+    pack_block_ids,
+    unpack_block_ids,
+    unpack_full_hashes,
+)
 from shared.contracts.message import Message
-from tests.support.kv_messages import one_group
 
 
 class Garbled(Message, frozen=True, kw_only=True):
@@ -23,41 +32,85 @@ class Garbled(Message, frozen=True, kw_only=True):
     groups: int = 7
 
 
+HASHES = 64
+"""Of a sample prompt."""
 GARBLED = dataclasses.replace(KV_GRANT, message=Garbled)
 
 
-def forged(request: LeaseKv, **fields: object) -> KvGrant:
-    """A grant of all requested blocks, with ``fields`` replaced."""
+Forge = Callable[[KvGrant, GroupPlan], Message]
+
+
+def right(request: LeaseKv, plan: GroupPlan) -> KvGrant:
+    """A grant of all that the request asks for, which its reader would take: the holder's blocks from 1 on."""
     hashes = unpack_full_hashes(request.hashes)
-    grant = KvGrant(
+    boundary = (request.first + len(hashes)) * plan.unit
+    needed = [plan.needed(number, request.have, boundary) for number in range(len(plan.groups))]
+    return KvGrant(
         reader_id=request.reader_id,
         worker_id=request.worker_id,
         epoch=request.epoch,
         ask_id=request.ask_id,
         lease_id="forged",
-        groups=one_group(range(1, len(hashes) + 1), request.first),
+        groups=[blocks(run.start, len(run)) for run in needed],
+        boundary=boundary,
         last_hash=hashes[-1],
         until_s=time.monotonic() + 60.0,
         clock_s=time.monotonic(),
     )
-    return msgspec.structs.replace(grant, **fields)
 
 
-FORGERIES: dict[str, Callable[[LeaseKv], Message]] = {
-    "another epoch": lambda request: forged(request, epoch=request.epoch - 1),
-    "another worker": lambda request: forged(request, worker_id="unknown-worker"),
-    "another request": lambda request: forged(request, ask_id="unknown-request"),
-    "another prompt": lambda request: forged(request, last_hash=bytes(32)),
-    "block ids out of range": lambda request: forged(
-        request, groups=one_group([2**31] * (len(request.hashes) // 32), request.first)
+def blocks(first: int, count: int) -> GroupBlocks:
+    return GroupBlocks(first=first, block_ids=pack_block_ids(range(1, count + 1)))
+
+
+def fields(**changed: object) -> Forge:
+    """Other fields of the grant."""
+    return lambda grant, _plan: msgspec.structs.replace(grant, **changed)
+
+
+def each(change: Callable[[int, int], GroupBlocks], *kinds: KvGroupKind) -> Forge:
+    """Other blocks in each group of these kinds, or of any: from the index of the first one and their number."""
+
+    def forge(grant: KvGrant, plan: GroupPlan) -> KvGrant:
+        groups = [
+            change(one.first, len(unpack_block_ids(one.block_ids))) if group.kind in (kinds or KvGroupKind) else one
+            for group, one in zip(plan.groups, grant.groups, strict=True)
+        ]
+        return msgspec.structs.replace(grant, groups=groups)
+
+    return forge
+
+
+FORGERIES: dict[str, Forge] = {
+    "another epoch": lambda grant, _plan: msgspec.structs.replace(grant, epoch=grant.epoch - 1),
+    "another worker": fields(worker_id="unknown-worker"),
+    "another request": fields(ask_id="unknown-request"),
+    "another prompt": fields(last_hash=bytes(32)),
+    "block ids out of range": each(
+        lambda first, count: GroupBlocks(first=first, block_ids=pack_block_ids([2**31] * count))
     ),
-    "too many blocks": lambda request: forged(
-        request, groups=one_group(range(1, len(unpack_full_hashes(request.hashes)) + 2), request.first)
-    ),
-    "not from the first block on": lambda request: forged(
-        request, groups=one_group(range(1, len(unpack_full_hashes(request.hashes)) + 1), request.first + 3)
-    ),
-    "truncated block ids": lambda request: forged(request, groups=[GroupBlocks(first=request.first, block_ids=b"abc")]),
-    "blocks of two groups": lambda request: forged(request, groups=2 * one_group([1], request.first)),
-    "garbage": lambda request: Garbled(reader_id=request.reader_id, worker_id=request.worker_id, ask_id=request.ask_id),
+    "too many blocks": each(lambda first, count: blocks(first, count + 1)),
+    "not from the first block on": each(lambda first, count: blocks(first + 3, count)),
+    "truncated block ids": each(lambda first, _count: GroupBlocks(first=first, block_ids=b"abc")),
+    "twice the groups": lambda grant, _plan: msgspec.structs.replace(grant, groups=2 * grant.groups),
+    "a group less": lambda grant, _plan: msgspec.structs.replace(grant, groups=grant.groups[1:]),
+    "groups in another order": lambda grant, _plan: msgspec.structs.replace(grant, groups=grant.groups[::-1]),
+    "windows a block short": each(lambda first, count: blocks(first + 1, count - 1), KvGroupKind.WINDOW),
+    "states of an earlier boundary": each(lambda first, count: blocks(first - 1, count), KvGroupKind.STATE),
+    "full attention alone": each(lambda first, _count: blocks(first, 0), KvGroupKind.WINDOW, KvGroupKind.STATE),
+    "garbage": lambda grant, _plan: Garbled(reader_id=grant.reader_id, worker_id=grant.worker_id, ask_id=grant.ask_id),
 }
+
+
+def forgeries(plan: GroupPlan) -> dict[str, Forge]:
+    """Those that change a grant of an engine with these groups: some are of several groups, windows or states."""
+    request = LeaseKv(
+        worker_id=WorkerId("p"),
+        epoch=Epoch(1),
+        reader_id=WorkerId("d"),
+        ask_id="sample",
+        hashes=bytes(32 * HASHES),
+        hold_s=1.0,
+    )
+    grant = right(request, plan)
+    return {name: forge for name, forge in FORGERIES.items() if forge(grant, plan) != grant}

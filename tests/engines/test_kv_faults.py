@@ -12,13 +12,14 @@ from collections.abc import AsyncIterator, Iterator
 import psutil
 import pytest
 
+from connector.groups import GroupPlan
 from shared.bus.leg_inbox import LegFailed
 from shared.contracts.channels import KV_GRANT
 from shared.contracts.failures import Reason
 from shared.contracts.inference import LegKind
 from shared.contracts.kv_exchange import KvGroupKind
-from tests.engines.kv_boundaries import left_out, prove_boundaries
-from tests.engines.kv_forgeries import FORGERIES, GARBLED, Garbled
+from tests.engines.kv_boundaries import handshake_of, left_out, prove_boundaries
+from tests.engines.kv_forgeries import GARBLED, Garbled, forgeries, right
 from tests.engines.kv_pair import (
     DECODE,
     HALF_TOKENS,
@@ -150,18 +151,23 @@ async def test_blocks_whose_lease_ends_during_the_read_are_not_used(pair: Pair, 
 
 
 async def test_a_corrupted_or_stale_grant_is_rejected(pair: Pair, driver: Driver):
-    prompts = {name: random_prompt(40 + number, PROMPT) for number, name in enumerate(FORGERIES)}
+    peer = await handshake_of(driver, PREFILL)
+    plan = GroupPlan(peer.groups, peer.hash_block_size, peer.alignment)
+    forges = forgeries(plan)
+    prompts = {name: random_prompt(40 + number, PROMPT) for number, name in enumerate(forges)}
     expected = {name: await driver.alone(PREFILL, prompt) for name, prompt in prompts.items()}
 
     with pair.frozen_prefill_engine():
-        for name, forge in FORGERIES.items():
+        for name, forge in forges.items():
             known = len(driver.tap.leases)
             begun_at = time.monotonic()
             leg = await driver.start(
                 DECODE, LegKind.DECODE, prompts[name], kv_sources=[driver.source(PREFILL)], deadline_s=LEG_S_MAX
             )
             ask = (await driver.tap.until(lambda known=known: driver.tap.leases[known:], "decode asks"))[0]
-            lie = forge(ask)
+            true = right(ask, plan)
+            assert plan.granted(true.groups, ask.have, true.boundary), "but for the forgery it would be taken"
+            lie = forge(true, plan)
             await driver.bus.publish(GARBLED if isinstance(lie, Garbled) else KV_GRANT, lie)
 
             assert tokens_of(await remaining_frames(leg)) == expected[name], name
