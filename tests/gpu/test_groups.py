@@ -26,7 +26,8 @@ from tests.support.model_families import make_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.nats]
 
-WINDOWS, STATES = ("gemma-3", "gpt-oss"), ("qwen3-next", "granite-4", "nemotron-h", "falcon-h1", "lfm2")
+WINDOWS = ("mistral-window", "gemma-3", "gemma-4", "gpt-oss")
+STATES = ("qwen3-next", "granite-4", "nemotron-h", "falcon-h1", "lfm2")
 ENGINE_ARGS = "--enforce-eager --gpu-memory-utilization 0.3"
 """With the kernels and the type that vLLM chooses for the model."""
 
