@@ -116,6 +116,8 @@ class ConnectorScheduler:
         self.idle_wait = IdleWait()
         self.calls = CallsDuringSteps()
         self.share = RecomputeShare()
+        self.drafts: dict[str, tuple[int, int]] = {}
+        """Tokens drafted and accepted for each running request that has a drafter."""
         holder_settings = HolderSettings(
             worker_id=WorkerId(settings.worker_id),
             epoch=Epoch(settings.epoch),
@@ -220,7 +222,18 @@ class ConnectorScheduler:
 
     def finished(self, request_id: str, offer: KvOffer | None, order: LegOrder) -> KvTransferReport | None:
         self.end_recompute(request_id)
-        return self._core.finished(request_id, offer, order)
+        transfer_report = self._core.finished(request_id, offer, order)
+        drafted, accepted = self.drafts.pop(request_id, (0, 0))
+        if not drafted:
+            return transfer_report
+        return msgspec.structs.replace(
+            transfer_report or KvTransferReport(), drafted_tokens=drafted, accepted_tokens=accepted
+        )
+
+    def note_drafts(self, request_id: str, drafted: int, accepted: int) -> None:
+        """A step has checked so many drafted tokens of a request."""
+        before = self.drafts.get(request_id, (0, 0))
+        self.drafts[request_id] = before[0] + drafted, before[1] + accepted
 
     def step_orders(self, scheduled_tokens: int) -> StepOrders:
         """Orders for the step that begins. Lease requests are sent here too, before the step computes.

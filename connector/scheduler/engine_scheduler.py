@@ -292,6 +292,8 @@ class BatonScheduling:
         if scheduler_output.total_num_scheduled_tokens:
             side.share.ended(time.monotonic())
         side.holder.computed(scheduler_output)
+        if scheduler_output.scheduled_spec_decode_tokens:
+            self._note_drafts(scheduler_output, model_runner_output)
         report = model_runner_output.kv_connector_output
         worker_meta = report.kv_connector_worker_meta if report is not None else None
         settled = NOTHING
@@ -326,6 +328,16 @@ class BatonScheduling:
                 continue
             if tokens := ran.sampled_token_ids[ran.req_id_to_index[request_id]]:
                 self.connector.connector_scheduler.note_first_token(request, order.leg_id, int(tokens[0]))
+
+    def _note_drafts(self, scheduled: SchedulerOutput, ran: ModelRunnerOutput) -> None:
+        """Count the drafted tokens that the step has checked. All but the last of what it sampled were drafted. A
+        request that has just begun has none yet: vLLM fills its step up with tokens that are not meant.
+        """
+        begun = {new.req_id for new in scheduled.scheduled_new_reqs} | scheduled.scheduled_cached_reqs.resumed_req_ids
+        for request_id, drafted in scheduled.scheduled_spec_decode_tokens.items():
+            sampled = ran.sampled_token_ids[ran.req_id_to_index[request_id]]
+            if request_id in self.requests and request_id not in begun and sampled:  # type: ignore[attr-defined]
+                self.connector.connector_scheduler.note_drafts(request_id, len(drafted), len(sampled) - 1)
 
     def _send_transfer_reports(self, outputs: dict[int, EngineCoreOutputs], reader: Reader) -> None:
         """Send the report with a request's first token. A request that ends by a stop string is aborted from outside

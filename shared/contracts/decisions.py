@@ -124,6 +124,10 @@ class DecisionRecord(Message, frozen=True, kw_only=True):
     cached_tokens: int = -1
     recompute_slowed_s: float = -1.0
     """See ``RequestFinished``."""
+    drafted_tokens: int = 0
+    """Tokens of the answer that the answering worker's drafter proposed (speculative decoding)."""
+    accepted_tokens: int = 0
+    """Drafted tokens that the model agreed with."""
     cache_hit_threshold: float = -1.0
     """The share of the prompt below which the answering worker refuses; -1: none."""
     threshold_from: str = ""

@@ -251,6 +251,10 @@ class RequestFinished(Message, frozen=True, kw_only=True):
     """Tokens computed again after preemptions."""
     recompute_slowed_s: float = -1.0
     """Time in which the answering worker slowed what it computed again, to spare ready requests."""
+    drafted_tokens: int = 0
+    """Tokens of the answer that the answering worker's drafter proposed (speculative decoding)."""
+    accepted_tokens: int = 0
+    """Drafted tokens that the model agreed with."""
     readback_tokens: int = -1
     """Prompt tokens that the prefill worker fetched from other workers."""
     kv_wait_s: float = -1.0

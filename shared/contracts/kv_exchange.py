@@ -355,6 +355,10 @@ class KvTransferReport(Message, frozen=True, kw_only=True):
     """DECODE: the answer's first token is the prefill leg's; the engine computed from it on."""
     recompute_slowed_s: float = 0.0
     """Time in which the engine computed less of what did not arrive than it could have, to spare ready requests."""
+    drafted_tokens: int = 0
+    """Tokens of the answer that the engine's drafter proposed (speculative decoding)."""
+    accepted_tokens: int = 0
+    """Drafted tokens that the model agreed with."""
     reads: list[KvRead] = msgspec.field(default_factory=list)
     offer: KvOffer | None = None
 

@@ -355,6 +355,14 @@ FLEET_KV_WAIT = seconds(
     "baton_fleet_kv_wait_seconds", "Time from the first lease request to its first grant.", "handoff"
 )
 FLEET_KV_READ = seconds("baton_fleet_kv_read_seconds", "Time that KV reads of a request took.", "handoff")
+FLEET_DRAFTS = counter(
+    "baton_fleet_draft_tokens_total",
+    "tokens",
+    "Tokens that drafters proposed (speculative decoding), accepted or rejected, by the handoff before: streamed, "
+    "offered or none. Fewer accepted after handoffs than without: the draft's KV did not arrive.",
+    "handoff",
+    "result",
+)
 FLEET_RECOMPUTED = counter(
     "baton_fleet_recomputed_tokens_total", "tokens", "Prompt tokens that decode workers computed again after a handoff."
 )

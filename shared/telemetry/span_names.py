@@ -91,6 +91,8 @@ class Attribute(StrEnum):
     RECEIVED_BYTES = "baton.received_bytes"
     COMPUTED_TOKENS = "baton.computed_tokens"
     RECOMPUTED_TOKENS = "baton.recomputed_tokens"
+    DRAFTED_TOKENS = "baton.drafted_tokens"
+    ACCEPTED_TOKENS = "baton.accepted_tokens"
     REPREFILLED_TOKENS = "baton.reprefilled_tokens"
     FIRST_TOKEN_RECEIVED = "baton.first_token_received"  # noqa: S105  # No secret.
     KV_SOURCE = "baton.kv.source"

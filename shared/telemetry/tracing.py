@@ -180,5 +180,8 @@ def tokens_of(report: LegReport) -> About:
     if report.kv is not None:
         about[Attribute.RECOMPUTED_TOKENS] = report.kv.recomputed_tokens
         about[Attribute.REPREFILLED_TOKENS] = report.kv.reprefilled_tokens
+        if report.kv.drafted_tokens:
+            about[Attribute.DRAFTED_TOKENS] = report.kv.drafted_tokens
+            about[Attribute.ACCEPTED_TOKENS] = report.kv.accepted_tokens
         about[Attribute.FIRST_TOKEN_RECEIVED] = report.kv.first_token_received
     return about

@@ -176,6 +176,13 @@ def cached_text(decision: DecisionRecord) -> str:
     return f"{whole}, {predicted} predicted to be cached, {actual} were cached"
 
 
+def drafts_text(decision: DecisionRecord) -> str:
+    """How many of the tokens that a drafter proposed the model agreed with."""
+    accepted = min(max(decision.accepted_tokens, 0), decision.drafted_tokens)
+    share = accepted / decision.drafted_tokens
+    return f"{counted(accepted)} of {counted(decision.drafted_tokens)} drafted tokens accepted ({share:.0%})"
+
+
 THRESHOLDS_OF = {
     "request": "set by the request",
     "worker_default": "the worker's default",

@@ -28,6 +28,8 @@ class Forgery(StrEnum):
     """Two blocks of each layer have each other's KV."""
     ZEROED = "zeroed"
     """One layer of a block, or a part of a state in one layer, is zero."""
+    DRAFTLESS = "draftless"
+    """All that was read for the second half of the layers is zero: those of a draft model like the model itself."""
 
 
 @contextmanager

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from connector.transfer.agent import Spans, TransferState
+from connector.transfer.agent import Region, Spans, TransferState
 from connector.transfer.nixl_agent import NixlAgent
 from tests.engines.forged_reads import FORGERY_FILE, Forgery, Spoiling
 
@@ -22,6 +23,12 @@ class ForgingAgent(NixlAgent):
         self._spoiling = Spoiling(Path(os.environ[FORGERY_FILE]))
         self._reads: dict[int, tuple[Forgery, Spans]] = {}
         """What to do with the reads under way, and their destinations, by their handles' identity."""
+        self._memory: Sequence[Region] = ()
+        """Of the layers, in the engine's order."""
+
+    def register(self, regions: Sequence[Region]) -> None:
+        super().register(regions)
+        self._memory = regions[:-1]  # The last one is for probes.
 
     def read(self, name: str, remote: Spans, local: Spans, *, device: str, remote_device: str) -> Any:
         handle = super().read(name, remote, local, device=device, remote_device=remote_device)
@@ -31,7 +38,7 @@ class ForgingAgent(NixlAgent):
     def state(self, handle: Any) -> TransferState:
         state = super().state(handle)
         if state is TransferState.DONE and (read := self._reads.pop(id(handle), None)) is not None:
-            forge(*read)
+            forge(*read, self._memory)
         return state
 
     def release(self, handle: Any) -> bool:
@@ -41,12 +48,17 @@ class ForgingAgent(NixlAgent):
         return released
 
 
-def forge(forgery: Forgery, local: Spans) -> None:
+def forge(forgery: Forgery, local: Spans, memory: Sequence[Region]) -> None:
     """Spoil what has arrived in these spans."""
     spans = sorted((int(address), int(length)) for address, length in local[:, :2])
     if forgery is Forgery.ZEROED:
         address, length = spans[0]
         ctypes.memset(address, 0, length)
+    elif forgery is Forgery.DRAFTLESS:
+        (layers,) = memory  # One after the other.
+        for address, length in spans:
+            if address >= layers.base + layers.length // 2:
+                ctypes.memset(address, 0, length)
     elif forgery is Forgery.SWAPPED:
         for address, length in spans:  # Two adjacent blocks each: they were allocated one after the other.
             half = length // 2

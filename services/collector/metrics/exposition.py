@@ -303,6 +303,7 @@ def _requests(requests: Requests, now: float) -> Iterator[Family]:
 
 
 def _handoffs(handoffs: Handoffs) -> Iterator[Family]:
+    yield Family(names.FLEET_DRAFTS, [Sample(labels, count) for labels, count in handoffs.drafts.items()])
     yield Family(names.FLEET_HANDOFFS, [Sample((how,), count) for how, count in handoffs.count.items()])
     for metric, histograms in ((names.FLEET_KV_WAIT, handoffs.waits), (names.FLEET_KV_READ, handoffs.reads)):
         yield Family(metric, [Sample((how,), _distribution(each)) for how, each in histograms.items()])

@@ -17,6 +17,8 @@ from shared.contracts.workers import FleetState, Role, WorkerLost, WorkerRecord
 
 MODELS_MAX = 64
 STREAMED, OFFERED = HANDOFFS = ("streamed", "offered")
+NO_HANDOFF = "none"
+ACCEPTED, REJECTED = DRAFTS = ("accepted", "rejected")
 MODES = ("aggregated", "disaggregated", "decode_first")
 TOKENS_MAX = 1 << 32
 """Largest token count of one request that is added. Workers report the counts; a total that has taken in more is a
@@ -88,15 +90,23 @@ class Handoffs:
         """Tokens that were computed again after a failed transfer: the first sign of trouble with the KV exchange."""
         self.reprefilled = 0
         self.read_back = 0
+        self.drafts = {(how, result): 0 for how in (*HANDOFFS, NO_HANDOFF) for result in DRAFTS}
+        """Drafted tokens by the handoff before, and whether the model agreed with them."""
 
     def add(self, request: RequestFinished) -> None:
         """Add one request; -1 means not known."""
         self.recomputed += plausible(request.recomputed_tokens)
         self.reprefilled += plausible(request.reprefilled_tokens)
         self.read_back += plausible(request.readback_tokens)
-        if request.mode != "disaggregated" or request.received_tokens <= 0:
+        handoff = NO_HANDOFF
+        if request.mode == "disaggregated" and request.received_tokens > 0:
+            handoff = STREAMED if request.streamed_handoff else OFFERED
+        drafted = plausible(request.drafted_tokens)
+        accepted = min(plausible(request.accepted_tokens), drafted)
+        self.drafts[handoff, ACCEPTED] += accepted
+        self.drafts[handoff, REJECTED] += drafted - accepted
+        if handoff == NO_HANDOFF:
             return
-        handoff = STREAMED if request.streamed_handoff else OFFERED
         self.count[handoff] += 1
         for histogram, value in ((self.waits[handoff], request.kv_wait_s), (self.reads[handoff], request.kv_read_s)):
             if value >= 0.0:

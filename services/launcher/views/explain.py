@@ -209,6 +209,8 @@ def _facts(decision: DecisionRecord) -> Table:
         table.add_row("", "decode time within the ITL target adds no cost")
     if decision.itl_s >= 0 or decision.predicted_itl_s > 0:
         table.add_row("ITL", _itl(decision))
+    if decision.drafted_tokens > 0:
+        table.add_row("drafts", explanation.drafts_text(decision))
     if decision.recompute_slowed_s > 0:
         slowed = duration(decision.recompute_slowed_s)
         table.add_row(

@@ -43,6 +43,8 @@ class Decision:
     counted_prompt_tokens = -1
     cached_tokens = -1
     recompute_slowed_s = -1.0
+    drafts = (0, 0)
+    """Tokens that the drafter proposed, and that the model agreed with."""
     threshold = -1.0
     """The share of the prompt below which the worker refuses; -1: none. ``threshold_from``: see ``DecisionRecord``."""
     threshold_from = ""
@@ -177,6 +179,8 @@ class Decision:
             predicted_cached_tokens=placement.cached_tokens if placement is not None and self.exact else -1,
             cached_tokens=self.cached_tokens,
             recompute_slowed_s=self.recompute_slowed_s,
+            drafted_tokens=self.drafts[0],
+            accepted_tokens=self.drafts[1],
             cache_hit_threshold=self.threshold,
             threshold_from=self.threshold_from,
             hit_share=self.hit_share,

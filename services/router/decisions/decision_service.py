@@ -89,6 +89,7 @@ class DecisionService:
     def finished(self, context: RequestContext, finished: RequestFinished) -> None:
         if context.decision is not None:
             context.decision.note_hit_share(context.report)
+            context.decision.drafts = (finished.drafted_tokens, finished.accepted_tokens)
             context.decision.end(
                 finished.reason or OK,
                 measured=finished.ttft_parts,

@@ -75,6 +75,8 @@ def finished_request(context: RequestContext, now: float) -> RequestFinished:
         recomputed_tokens=kv.recomputed_tokens,
         reprefilled_tokens=kv.reprefilled_tokens,
         recompute_slowed_s=kv.slowed_s,
+        drafted_tokens=kv.drafted_tokens,
+        accepted_tokens=kv.accepted_tokens,
         readback_tokens=kv.readback_tokens,
         kv_wait_s=kv.wait_s,
         kv_read_s=kv.read_s,
@@ -112,6 +114,8 @@ class KvNumbers:
     recomputed_tokens = -1
     reprefilled_tokens = -1
     slowed_s = -1.0
+    drafted_tokens = 0
+    accepted_tokens = 0
     readback_tokens = -1
     wait_s = -1.0
     read_s = -1.0
@@ -139,6 +143,8 @@ def kv_numbers(prefill: LegReport | None, answering: LegReport, mode: Mode) -> K
     if last is not None:
         numbers.reprefilled_tokens = last.reprefilled_tokens
         numbers.slowed_s = last.recompute_slowed_s
+        numbers.drafted_tokens = last.drafted_tokens
+        numbers.accepted_tokens = last.accepted_tokens
     if computing is not None:
         numbers.readback_tokens = computing.fetched_tokens
     if waits_s:

@@ -214,6 +214,8 @@ class EngineFacts:
     """Tokens computed in one step."""
     prefix_caching: bool = True
     renders: bool = False
+    scores_tokens: bool = True
+    """Whether it gives log probabilities of tokens that a request names (``logprob_token_ids``)."""
     attached: bool = False
     """See ``WorkerRecord.attached``."""
     adapters_at_once_max: int = 0

@@ -230,8 +230,13 @@ def detail(phase: WorkerPhase, note: str) -> str:
     return ""
 
 
+FACTS_OF_WORKER = {"scores_tokens"}
+"""Facts that nobody but the worker needs: a record has all others."""
+
+
 def full_record(record: WorkerRecord, facts: EngineFacts, phase: WorkerPhase, note: str) -> WorkerRecord:
-    known = {field.name: getattr(facts, field.name) for field in fields(facts)}
+    told = {field.name for field in fields(facts)} - FACTS_OF_WORKER
+    known = {name: getattr(facts, name) for name in told}
     return msgspec.structs.replace(record, **known | {"phase": phase, "note": note, "paths": sorted(facts.paths)})
 
 

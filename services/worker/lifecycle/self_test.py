@@ -483,7 +483,7 @@ class SelfTestHandler:
         """
         order = LegOrder(sources=list(sources), offer=True, offer_id=new_lease_id())
         wanted: dict[str, Any] = {"logprobs": LIKELY_TOKENS_MAX, "return_tokens_as_token_ids": True}
-        if likely:
+        if likely and self._engine.facts.scores_tokens:
             wanted["logprob_token_ids"] = list(likely)
         leg, status, response = await self._generate(prompt, order, wanted)
         if status == BAD_REQUEST:  # An operator may have switched log probabilities off (--max-logprobs).
@@ -496,7 +496,10 @@ class SelfTestHandler:
         digested = await self._digest(offer.lease_id)
         if digested.failure:
             raise CannotCompare(f"the engine's KV cannot be compared: {digested.failure}")
-        return leg, Computed(digested.digests, logprobs_of(response))
+        logprobs = logprobs_of(response)
+        if not self._engine.facts.scores_tokens:
+            logprobs = with_missing(logprobs, likely)
+        return leg, Computed(digested.digests, logprobs)
 
     async def _generate(
         self, prompt: list[int], order: LegOrder, wanted: dict[str, Any]
@@ -544,6 +547,14 @@ def logprobs_of(response: bytes) -> dict[int, float]:
     first = (found.top_logprobs[0] if found is not None and found.top_logprobs else None) or {}
     ids = {name.removeprefix(NAME_OF_ID): logprob for name, logprob in first.items() if name.startswith(NAME_OF_ID)}
     return {int(name): logprob for name, logprob in ids.items() if name.isdecimal()}
+
+
+def with_missing(logprobs: dict[int, float], likely: Sequence[int]) -> dict[int, float]:
+    """The log probabilities of an engine's most likely tokens, and of those of ``likely`` that are not among them. They
+    have the lowest of the others: with the same KV the engines' last ones are about equal, whichever tokens they are.
+    """
+    lowest = min(logprobs.values(), default=-math.inf)
+    return logprobs and dict.fromkeys(likely, lowest) | logprobs
 
 
 def _busy(message: str) -> AskRefused:

@@ -115,6 +115,19 @@ def test_a_request_without_received_kv_counts_only_recomputed_tokens():
     assert shown(names.FLEET_READBACK) == 320
 
 
+def test_drafts_are_counted_by_the_handoff_before():
+    one = metrics()
+    one.request_finished(request(received_tokens=64, drafted_tokens=10, accepted_tokens=9), 1.0)
+    one.request_finished(request(received_tokens=0, drafted_tokens=5, accepted_tokens=5), 1.0)
+    one.request_finished(request(received_tokens=64, drafted_tokens=3, accepted_tokens=99), 1.0)
+    shown = Shown(one, 1.0)
+
+    assert shown(names.FLEET_DRAFTS, handoff="offered", result="accepted") == 12
+    assert shown(names.FLEET_DRAFTS, handoff="offered", result="rejected") == 1
+    assert shown(names.FLEET_DRAFTS, handoff="none", result="accepted") == 5
+    assert shown(names.FLEET_DRAFTS, handoff="streamed", result="accepted") == 0
+
+
 def test_a_count_that_no_request_has_is_left_out_of_the_totals():
     one = metrics()
     huge = (1 << 63) - 1

@@ -236,6 +236,13 @@ def test_the_picture_says_for_how_long_a_recompute_was_slowed():
     assert "slowed" not in picture(decision(recompute_slowed_s=0.0), 120)
 
 
+def test_the_picture_says_how_many_drafts_were_accepted():
+    drafts = picture(decision(drafted_tokens=126, accepted_tokens=42), 120)
+
+    assert "42 of 126 drafted tokens accepted (33%)" in drafts
+    assert "drafted" not in picture(decision(), 120)
+
+
 def test_the_picture_shows_predicted_and_measured_parts_on_one_scale():
     lines = picture(decision(), 80).splitlines()
     (prefill,) = [line for line in lines if line.strip().startswith("prefill ")]

@@ -547,6 +547,8 @@ def _facts(
         step_tokens_max=config.scheduler_config.max_num_batched_tokens,
         prefix_caching=bool(config.cache_config.enable_prefix_caching),
         renders=config.model_config.runner_type == "generate",
+        # With a drafter vLLM gives none, and its server fails.
+        scores_tokens=config.speculative_config is None,
         adapters_at_once_max=config.lora_config.max_loras if config.lora_config is not None else 0,
         paths=paths,
         note=note,

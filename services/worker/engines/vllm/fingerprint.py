@@ -43,6 +43,10 @@ def fingerprint(config: Any) -> Fingerprint:
     )
 
 
+DRAFTS_OF_TEXT = ("ngram", "ngram_gpu", "suffix")
+"""Methods of ``--speculative-config`` without a model."""
+
+
 def options(config: Any) -> str:
     """What changes KV or tokens and has no field of its own; what vLLM chooses by itself is left out."""
     model, cache, attention = config.model_config, config.cache_config, config.attention_config
@@ -75,7 +79,10 @@ def options(config: Any) -> str:
         "states": state_options(config),
         # With it layers with a window keep other blocks, so groups are others.
         "hybrid_manager_off": config.scheduler_config.disable_hybrid_kv_cache_manager or None,
-        "draft": speculative and [speculative.method, speculative.model, speculative.revision],
+        # A drafter that looks for earlier text has no KV.
+        "draft": speculative
+        and speculative.method not in DRAFTS_OF_TEXT
+        and [speculative.method, speculative.model, speculative.revision],
         "lora": lora_options(config),
     }
     return " ".join(f"{name}={_short(value)}" for name, value in given.items() if value)

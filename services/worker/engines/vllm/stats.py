@@ -28,6 +28,8 @@ SUMMED = (
     "refetched_tokens",
     "reprefilled_tokens",
     "preemptions",
+    "drafted_tokens",
+    "accepted_tokens",
 )
 
 _decode = msgspec.msgpack.Decoder(KvTransferReport).decode

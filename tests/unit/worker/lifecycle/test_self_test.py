@@ -32,6 +32,7 @@ from services.worker.lifecycle.self_test import (
     pause_s,
     prompt_tokens,
     why_unsound,
+    with_missing,
     worst,
 )
 from shared.contracts.fleet_orders import LIKELY_TOKENS_MAX, SelfTestPrompt
@@ -199,6 +200,21 @@ def test_bytes_must_be_equal_and_log_probabilities_nearly(held, read, outcome):
 
     assert result.outcome is outcome
     assert bool(result.failure) == (outcome is not Outcome.PASSED)
+
+
+@pytest.mark.parametrize(
+    ("read", "outcome"),
+    [
+        ({9: -1.5, 7: -1.0}, Outcome.PASSED),
+        ({7: -1.0, 11: -1.5}, Outcome.PASSED),
+        ({7: -1.0, 11: -1.5 - 1.1 * LOGPROB_DIFFERENCE_MAX}, Outcome.FAILED),
+        ({11: -0.2, 12: -2.0}, Outcome.FAILED),
+        ({}, Outcome.PASSED),
+    ],
+    ids=["the same", "another one is as likely", "another one is less likely", "others", "none"],
+)
+def test_the_likeliest_tokens_of_an_engine_that_scores_no_named_ones_are_compared(read, outcome):
+    assert compare(HELD, Computed([DIGEST], with_missing(read, list(HELD.logprobs)))).outcome is outcome
 
 
 def test_another_workers_prompt_is_checked_before_use():
