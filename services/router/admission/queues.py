@@ -316,6 +316,10 @@ class SchedulingPass:
         self._elsewhere = elsewhere
         self._reserved: set[WorkerId] = set()
         """Workers that an earlier request of the order waits for: later ones must not take them."""
+        self._tries_elsewhere = True
+        """Whether requests are tried on other workers: until the first that cannot begin there, as each try costs as
+        much as a placement.
+        """
         self._given_s: dict[WorkerId, float] = {}
         """Work that workers got in this pass, which their reports do not show yet. Several small prompts may begin on
         one worker in one pass, as long as their sum keeps within the obstacle's bound: with one prompt for each pass,
@@ -348,8 +352,11 @@ class SchedulingPass:
             return
         given_s = self._given_s.get(prefill_worker(result), 0.0)
         awaits = self._obstacle(entry, result, now, given_s)
-        if awaits is not None and (other := self._elsewhere(entry, result, now, self._given_s)) is not None:
-            result, awaits = other, None
+        if awaits is not None and self._tries_elsewhere:
+            other = self._elsewhere(entry, result, now, self._given_s)
+            self._tries_elsewhere = other is not None
+            if other is not None:
+                result, awaits = other, None
         prefill, decode = prefill_worker(result), result.decode.record.worker_id
         given_s = self._given_s.get(prefill, 0.0)
         if awaits is not None and given_s:
