@@ -344,17 +344,13 @@ class Fetch:
 
     def on_time(self, now: float) -> None:
         """Give up what is overdue. Called in every step."""
-        gave_up = False
         for request in self.requests:
             if request.open and now >= request.overdue_at:
                 late = NoGrant.FOLLOW_OVER if request.followed else NoGrant.UNREACHABLE
                 request.close(str(late))
-                gave_up = True
             if request.segments and now >= self._peers_due_at and self.plan.clock_ahead(request.peer) is None:
                 self._drop(request, "not connected")
-                gave_up = True
-        if gave_up:
-            self._go_on(now)
+        self._go_on(now)
 
     def stop(self) -> None:
         """Give the fetch up. It is ``over`` when no read can write into its blocks any more."""
