@@ -186,8 +186,12 @@ async def test_a_client_that_leaves_at_any_phase_leaves_nothing_behind(pair: Pai
     offer = await driver.offered(PREFILL, random_prompt(51, PROMPT))
     with pair.frozen_prefill_engine():
         asked = len(tap.leases)
-        asking = await driver.start(
-            DECODE, LegKind.DECODE, random_prompt(52, PROMPT), kv_sources=[driver.source(PREFILL)]
+        asking = await driver.start(  # It answers by itself after half a second, and is still there with the others.
+            DECODE,
+            LegKind.DECODE,
+            random_prompt(52, PROMPT),
+            kv_sources=[driver.source(PREFILL)],
+            fields={"max_tokens": 400},
         )
         following = [driver.source(PREFILL, follow=True)]
         waiting = await driver.start(DECODE, LegKind.DECODE, random_prompt(53, PROMPT), kv_sources=following)

@@ -7,6 +7,7 @@ import asyncio
 import msgspec
 import pytest
 
+from services.router.relay.attempt import REPORT_S_MAX
 from services.router.relay.start_leg import LegLoad, LegLoads
 from shared.bus.frame_sender import LegFrames
 from shared.contracts.channels import FRAMES
@@ -224,7 +225,7 @@ async def test_a_lost_decode_worker_ends_prefill_and_is_alone_excluded(world: Wo
     await asyncio.sleep(2)
 
     assert (response.status, response.headers["x-baton-decode-worker"]) == (200, "d2")
-    assert took_s < 1.0, "the retry waited for the prefill leg"
+    assert took_s < 1.5 * REPORT_S_MAX, "the retry waited for the prefill leg, as the complete response does"
     assert len(p1.started) == 2
     assert p1.started[0].leg_id in p1.cancelled
     assert is_quiet(world)
