@@ -186,15 +186,13 @@ async def test_a_client_that_leaves_at_any_phase_leaves_nothing_behind(pair: Pai
     offer = await driver.offered(PREFILL, random_prompt(51, PROMPT))
     with pair.frozen_prefill_engine():
         asked = len(tap.leases)
-        asking = await driver.start(  # It answers by itself after half a second, and is still there with the others.
-            DECODE,
-            LegKind.DECODE,
-            random_prompt(52, PROMPT),
-            kv_sources=[driver.source(PREFILL)],
-            fields={"max_tokens": 400},
-        )
-        following = [driver.source(PREFILL, follow=True)]
-        waiting = await driver.start(DECODE, LegKind.DECODE, random_prompt(53, PROMPT), kv_sources=following)
+        # After half a second without a grant they compute the prompt and answer: they must still be there with the third.
+        asking, waiting = [
+            await driver.start(
+                DECODE, LegKind.DECODE, random_prompt(seed, PROMPT), kv_sources=[source], fields={"max_tokens": 400}
+            )
+            for seed, source in ((52, driver.source(PREFILL)), (53, driver.source(PREFILL, follow=True)))
+        ]
         await tap.until(lambda: len(tap.leases) >= asked + 2, "both ask")
         reading = await driver.start(DECODE, LegKind.DECODE, random_prompt(51, PROMPT), kv_transfer=packed(offer))
         await until_decode_reads(driver, 3)
