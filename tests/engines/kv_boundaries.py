@@ -115,7 +115,7 @@ async def prove_handoffs(driver: Driver, hashing: HashScheme, prompts: Sequence[
     boundary needs. With full attention alone the block that ends with the prompt is read as well. ``looks_up``: whether
     the engines find blocks by hash; others are compared with an engine that computes everything, and are not followed.
     """
-    peer = await handshake_of(driver, PREFILL)
+    peer = await handshake_of(driver, DECODE)
     answers = []
     for number, tokens in enumerate(prompts):
         for hand_over in (offered, followed) if looks_up else (offered,):

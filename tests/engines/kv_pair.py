@@ -10,7 +10,7 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,8 @@ class Model:
     settings: Mapping[str, str]
     """Of a worker that serves it."""
     family: Family
+    decode_settings: Mapping[str, str] = field(default_factory=dict)
+    """Further ones of the decode worker, such as ranks."""
 
     @property
     def block(self) -> int:
@@ -145,11 +147,10 @@ def start_decode(url: str, folder: Path, model: Model) -> WorkerProcess:
         folder,
         environ=ENVIRON,
         role="decode",
-        cpu_cores="1",
         kv_lease_s=str(LEASE_S),
         max_model_len=str(LEN_MAX),
         engine_args=decode_memory(model.family),
-        **model.settings,
+        **{"cpu_cores": "1", **model.settings, **model.decode_settings},
     )
 
 
