@@ -335,8 +335,10 @@ class BatonScheduling:
         """
         begun = {new.req_id for new in scheduled.scheduled_new_reqs} | scheduled.scheduled_cached_reqs.resumed_req_ids
         for request_id, drafted in scheduled.scheduled_spec_decode_tokens.items():
-            sampled = ran.sampled_token_ids[ran.req_id_to_index[request_id]]
-            if request_id in self.requests and request_id not in begun and sampled:  # type: ignore[attr-defined]
+            request = self.requests.get(request_id)  # type: ignore[attr-defined]
+            if request is None or order_of(request) is None or request_id in begun:
+                continue  # Nobody takes what is counted of a request without an order.
+            if sampled := ran.sampled_token_ids[ran.req_id_to_index[request_id]]:
                 self.connector.connector_scheduler.note_drafts(request_id, len(drafted), len(sampled) - 1)
 
     def _send_transfer_reports(self, outputs: dict[int, EngineCoreOutputs], reader: Reader) -> None:

@@ -331,8 +331,8 @@ class KvRead(Message, frozen=True, kw_only=True):
 
 
 class KvTransferReport(Message, frozen=True, kw_only=True):
-    """Engine -> worker -> router: where each prompt token's KV came from. ``prompt_tokens`` is the sum of local,
-    fetched and recomputed tokens.
+    """Engine -> worker -> router: where each prompt token's KV came from, and how many drafts were accepted.
+    ``prompt_tokens`` is the sum of local, fetched and recomputed tokens.
     """
 
     prompt_tokens: int = 0

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from services.launcher.fleet.fleet_file import FOR_SERVICES, Fleet, HostPart, WrongFleetFile, part_of
 from services.launcher.service_files.files import CannotWriteService
-from services.launcher.system.devices import RANKS, STAGES
+from services.launcher.system.devices import ranks_in_stages
 from services.launcher.system.options import ModelOptions, UpOptions
 from services.launcher.system.plan import check, worker_settings
 from services.launcher.system.process_plan import PlanRefused
@@ -185,21 +185,14 @@ def _groups(part: HostPart, shared: Mapping[str, str]) -> Iterator[Group]:
 def _engine(part: HostPart, model: ModelOptions, role: Role, settings: Mapping[str, str], cores: int) -> Group:
     """A worker with an engine, on GPUs unless its host names cores."""
     ranks, stages = model.gpus_of(role), model.stages_of(role)
+    parallel = ranks_in_stages(ranks, stages)
     if part.engine == "simulated":
         return Group(model.model, role, _sorted(settings))
     if not part.cores:
-        of_stages = _ranks(ranks, stages) if stages > 1 else {}  # The chart has one rank for each GPU.
+        of_stages = parallel if stages > 1 else {}  # The chart has one rank for each GPU.
         return Group(model.model, role, _sorted({**settings, **of_stages}), gpus=ranks)
     memory = _gib(str(model.kv_cache_bytes))
-    return Group(
-        model.model, role, _sorted({**settings, **_ranks(ranks, stages)}), cpus=max(1, cores), memory_gib=memory
-    )
-
-
-def _ranks(ranks: int, stages: int) -> dict[str, str]:
-    """Settings of an engine with so many ranks over all stages."""
-    of_stages = {STAGES: str(stages)} if stages > 1 else {}
-    return {RANKS: str(ranks // stages), **of_stages} if ranks > 1 else {}
+    return Group(model.model, role, _sorted({**settings, **parallel}), cpus=max(1, cores), memory_gib=memory)
 
 
 def _waits(parts: Sequence[HostPart], settings: dict[str, str], found: Mapping[str, str]) -> dict[str, int]:

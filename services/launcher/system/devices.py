@@ -109,11 +109,16 @@ def on_cores(cores: Sequence[int], ranks: int) -> Device:
 
 def in_stages(device: Device, stages: int) -> Device:
     """The device with its ranks shared out over pipeline stages, of which it has a multiple."""
-    if stages == 1:
+    if stages == 1 or RANKS not in device.env:  # Stores and attached workers have no engine.
         return device
-    ranks = int(device.env[RANKS]) // stages
-    text = f"{device.text}, {stages} stages"
-    return replace(device, env={**device.env, RANKS: str(ranks), STAGES: str(stages)}, text=text)
+    shared = ranks_in_stages(int(device.env[RANKS]), stages)
+    return replace(device, env={**device.env, **shared}, text=f"{device.text}, {stages} stages")
+
+
+def ranks_in_stages(ranks: int, stages: int) -> dict[str, str]:
+    """Settings of an engine with so many ranks over all stages."""
+    of_stages = {STAGES: str(stages)} if stages > 1 else {}
+    return {RANKS: str(ranks // stages), **of_stages} if ranks > 1 else {}
 
 
 def share_gpus(machine: Machine, counts: Sequence[int], running: int) -> tuple[list[Device], list[str]]:

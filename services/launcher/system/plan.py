@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from services.launcher.cluster.folder import SECURE, variables
-from services.launcher.system.devices import RANKS, Device, in_stages, share_cores, share_gpus
+from services.launcher.system.devices import Device, in_stages, share_cores, share_gpus
 from services.launcher.system.options import ModelOptions, UpOptions
 from services.launcher.system.process_plan import (
     MODULES,
@@ -219,7 +219,7 @@ class WorkerPlans:
     def plan(self, model: int, role: Role, name: str, device: Device) -> ProcessPlan:
         """A worker of ``options.models[model]`` on its device."""
         settings = worker_settings(self.options, self.options.models[model], self.base)
-        device = in_stages(device, self.options.models[model].stages_of(role)) if RANKS in device.env else device
+        device = in_stages(device, self.options.models[model].stages_of(role))
         env = {**settings, "WORKER_WORKER_ID": name, "WORKER_ROLE": role.value, **device.env}
         if self.options.own_keys:
             env |= variables(self.options.keys_dir, owner_of(Party.WORKER, name))

@@ -16,9 +16,8 @@ import pytest
 
 from shared.contracts.failures import Reason
 from shared.contracts.inference import LegKind
-from shared.contracts.kv_exchange import KvGroupKind
-from tests.engines.kv_boundaries import bytes_at, handshake_of, left_out, of_another_position, prove_boundaries
-from tests.engines.kv_pair import driver_of, family_model, kv_pair
+from tests.engines.kv_boundaries import bytes_at, handshake_of, prove_states
+from tests.engines.kv_pair import family_model
 from tests.support.kv_driver import BLOCK, MODEL, Driver, driving
 from tests.support.kv_tap import Tap
 from tests.support.model_families import make_model
@@ -139,12 +138,4 @@ async def test_an_engine_is_lost_as_one_when_a_stage_dies(driver: Driver, runnin
 
 def test_the_ranks_of_an_engine_take_their_parts_of_states_from_one_rank(tmp_path: Path):
     model = replace(family_model("granite-4", tmp_path), decode_settings={"tensor_parallel_size": "2", **BOTH_CORES})
-    with kv_pair(tmp_path, model) as pair:
-
-        async def prove() -> None:
-            assert pair.prefill.record is not None
-            async with driver_of(pair) as driver:
-                forges = [left_out, of_another_position]
-                await prove_boundaries(driver, pair.prefill.record, KvGroupKind.STATE, forges)
-
-        asyncio.run(prove())
+    prove_states(tmp_path, model)
