@@ -214,7 +214,7 @@ async def until_decode_reads(driver: Driver, legs: int) -> None:
     await tap.until(lambda: tap.loads[DECODE].legs == legs, f"decode serves {legs}")
     async with asyncio.timeout(LEG_S_MAX):
         while not tap.exchange_state(DECODE).reads:
-            await driver.lease(DECODE, random_prompt(legs, BLOCK), hold_s=1.0)
+            await driver.lease(DECODE, random_prompt("asked for its state", BLOCK), hold_s=1.0)
             del tap.loads[DECODE]
             await tap.until(lambda: DECODE in tap.loads, "decode reports")
 

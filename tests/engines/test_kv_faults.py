@@ -83,7 +83,7 @@ def lending(pair: Pair) -> None:
 
 
 async def test_a_handoff_over_tcp_works(pair: Pair, driver: Driver):
-    prompt = random_prompt(1, LONG_PROMPT)
+    prompt = random_prompt("handed over", LONG_PROMPT)
 
     answer = await driver.taken(DECODE, prompt, await driver.offered(PREFILL, prompt))
 
@@ -93,7 +93,7 @@ async def test_a_handoff_over_tcp_works(pair: Pair, driver: Driver):
 
 @pytest.mark.usefixtures("lending")
 async def test_a_followed_handoff_over_tcp_works(pair: Pair, driver: Driver):
-    prompt = random_prompt(2, LONG_PROMPT)
+    prompt = random_prompt("followed", LONG_PROMPT)
 
     following = asyncio.create_task(
         driver.leg(DECODE, LegKind.DECODE, prompt, kv_sources=[driver.source(PREFILL, follow=True)])
@@ -118,7 +118,7 @@ async def test_a_boundary_of_a_model_with_windows_is_handed_over(pair: Pair, dri
 
 
 async def test_blocks_whose_lease_ended_before_the_read_are_computed(driver: Driver):
-    prompt = random_prompt(4, PROMPT)
+    prompt = random_prompt("ended before", PROMPT)
     offer = await driver.offered(PREFILL, prompt)
     await driver.tap.until_settled(PREFILL, s_max=EXPIRED_S_MAX)
     assert time.monotonic() > offer.until_s - 0.5
@@ -131,7 +131,7 @@ async def test_blocks_whose_lease_ended_before_the_read_are_computed(driver: Dri
 
 
 async def test_blocks_whose_lease_ends_during_the_read_are_not_used(pair: Pair, driver: Driver):
-    prompt = random_prompt(3, PROMPT)
+    prompt = random_prompt("ends during", PROMPT)
     expected = await driver.alone(PREFILL, prompt)
     offer = await driver.offered(PREFILL, prompt)
 
@@ -154,7 +154,7 @@ async def test_a_corrupted_or_stale_grant_is_rejected(pair: Pair, driver: Driver
     peer = await handshake_of(driver, PREFILL)
     plan = GroupPlan(peer.groups, peer.hash_block_size, peer.alignment)
     forges = forgeries(plan)
-    prompts = {name: random_prompt(40 + number, PROMPT) for number, name in enumerate(forges)}
+    prompts = {name: random_prompt(f"forged {name}", PROMPT) for name in forges}
     expected = {name: await driver.alone(PREFILL, prompt) for name, prompt in prompts.items()}
 
     with pair.frozen_prefill_engine():
@@ -178,23 +178,29 @@ async def test_a_client_that_leaves_at_any_phase_leaves_nothing_behind(pair: Pai
     tap = driver.tap
 
     with pair.frozen_prefill_engine():  # A fast one would have computed the prompt before a load report tells of it.
-        prefilling = await driver.start(PREFILL, LegKind.PREFILL, random_prompt(50, 1900))
+        prefilling = await driver.start(PREFILL, LegKind.PREFILL, random_prompt("left while prefilling", 1900))
         await tap.until(lambda: tap.loads[PREFILL].waiting_tokens, "its engine has the prompt")
     prefilling.cancel()
     await tap.until_settled(PREFILL)
 
-    offer = await driver.offered(PREFILL, random_prompt(51, PROMPT))
+    offer = await driver.offered(PREFILL, random_prompt("left while reading", PROMPT))
     with pair.frozen_prefill_engine():
         asked = len(tap.leases)
         # After half a second without a grant they compute the prompt and answer: they must still be there with the third.
         asking, waiting = [
             await driver.start(
-                DECODE, LegKind.DECODE, random_prompt(seed, PROMPT), kv_sources=[source], fields={"max_tokens": 400}
+                DECODE,
+                LegKind.DECODE,
+                random_prompt(f"left while {phase}", PROMPT),
+                kv_sources=[source],
+                fields={"max_tokens": 400},
             )
-            for seed, source in ((52, driver.source(PREFILL)), (53, driver.source(PREFILL, follow=True)))
+            for phase, source in (("asking", driver.source(PREFILL)), ("waiting", driver.source(PREFILL, follow=True)))
         ]
         await tap.until(lambda: len(tap.leases) >= asked + 2, "both ask")
-        reading = await driver.start(DECODE, LegKind.DECODE, random_prompt(51, PROMPT), kv_transfer=packed(offer))
+        reading = await driver.start(
+            DECODE, LegKind.DECODE, random_prompt("left while reading", PROMPT), kv_transfer=packed(offer)
+        )
         await until_decode_reads(driver, 3)
         for leg in (asking, waiting, reading):
             leg.cancel()
@@ -202,7 +208,7 @@ async def test_a_client_that_leaves_at_any_phase_leaves_nothing_behind(pair: Pai
     await tap.until_settled(PREFILL, DECODE, s_max=0.9 * LEASE_S)
 
     decoding = await driver.start(
-        DECODE, LegKind.DECODE, random_prompt(54, PROMPT), fields={"stream": True, "max_tokens": 900}
+        DECODE, LegKind.DECODE, random_prompt("left while decoding", PROMPT), fields={"stream": True, "max_tokens": 900}
     )
     await until_first_token(decoding)
     decoding.cancel()
@@ -211,7 +217,7 @@ async def test_a_client_that_leaves_at_any_phase_leaves_nothing_behind(pair: Pai
 
 @pytest.mark.usefixtures("lending")
 async def test_a_preempted_decode_request_fetches_again_and_computes_only_its_tail(pair: Pair, driver: Driver):
-    first, second = random_prompt(60, HALF_TOKENS), random_prompt(61, HALF_TOKENS)
+    first, second = random_prompt("hungry", HALF_TOKENS), random_prompt("preempted", HALF_TOKENS)
     expected = await driver.alone(PREFILL, second, VICTIM_TOKENS)
 
     hungry, victim = await start_two_that_do_not_fit(pair.decode, driver, first, second)
@@ -228,7 +234,7 @@ async def test_a_preempted_decode_request_fetches_again_and_computes_only_its_ta
 
 
 async def test_a_preempted_request_below_its_threshold_is_bounced(pair: Pair, driver: Driver):
-    first, second = random_prompt(62, HALF_TOKENS), random_prompt(63, HALF_TOKENS)
+    first, second = random_prompt("hungrier", HALF_TOKENS), random_prompt("bounced", HALF_TOKENS)
 
     hungry, victim = await start_two_that_do_not_fit(pair.decode, driver, first, second, cache_hit_threshold=0.9)
     frames = await until_first_token(victim)
@@ -244,7 +250,7 @@ async def test_a_preempted_request_below_its_threshold_is_bounced(pair: Pair, dr
 
 
 async def test_a_handoff_goes_on_when_nats_comes_back(pair: Pair, driver: Driver):
-    prompt, followed = random_prompt(70, PROMPT), random_prompt(71, PROMPT)
+    prompt, followed = random_prompt("offered without NATS", PROMPT), random_prompt("followed without NATS", PROMPT)
     expected = [await driver.alone(PREFILL, one) for one in (prompt, followed)]
     offer = await driver.offered(PREFILL, prompt)
     with pair.frozen_prefill_engine():
@@ -268,8 +274,10 @@ async def test_a_handoff_goes_on_when_nats_comes_back(pair: Pair, driver: Driver
 
 async def test_readers_survive_a_prefill_engine_that_dies_and_its_restart(pair: Pair, driver: Driver):
     """Whether they have read, read, follow or come too late when it dies, and with what they knew of its former life."""
-    read, reading, unread, before = (random_prompt(90 + number, SHORT_PROMPT) for number in range(4))
-    followed = random_prompt(80, 1000)
+    read, reading, unread, before = (
+        random_prompt(f"{when} its death", SHORT_PROMPT) for when in ("read at", "reading at", "unread at", "before")
+    )
+    followed = random_prompt("followed at its death", 1000)
     expected = [await driver.alone(PREFILL, prompt, 200) for prompt in (read, reading, unread)]
     expected_before, expected_followed = [await driver.alone(PREFILL, prompt) for prompt in (before, followed)]
     offers = [await driver.offered(PREFILL, prompt) for prompt in (read, reading, unread, before)]
@@ -299,7 +307,7 @@ async def test_readers_survive_a_prefill_engine_that_dies_and_its_restart(pair: 
 
     stale = await driver.taken(DECODE, before, offers[3])
     asked = await driver.leg(DECODE, LegKind.DECODE, before[: -pair.model.block], kv_sources=[old_source])
-    new = random_prompt(82, PROMPT)
+    new = random_prompt("after its restart", PROMPT)
     fresh = await driver.taken(DECODE, new, await driver.offered(PREFILL, new))
     assert stale.token_ids == expected_before
     assert transfer_report_of(stale).fetched_tokens == 0
@@ -310,14 +318,14 @@ async def test_readers_survive_a_prefill_engine_that_dies_and_its_restart(pair: 
 
 async def test_a_decode_engine_that_dies_leaves_nothing_pinned_on_prefill(pair: Pair):
     async with driver_of(pair) as driver:
-        unread, decoding = random_prompt(100, PROMPT), random_prompt(101, PROMPT)
+        unread, decoding = random_prompt("unread by the dead", PROMPT), random_prompt("decoded by the dead", PROMPT)
         await driver.offered(PREFILL, unread)
         offer = await driver.offered(PREFILL, decoding)
         long = {"stream": True, "max_tokens": 900}
         legs = [await driver.start(DECODE, LegKind.DECODE, decoding, kv_transfer=packed(offer), fields=long)]
         await until_first_token(legs[0])
         if pair.lends:
-            legs.append(await start_following(driver, random_prompt(102, 1400)))
+            legs.append(await start_following(driver, random_prompt("followed by the dead", 1400)))
         kill(pair.decode.engine_core())
 
         for leg in legs:

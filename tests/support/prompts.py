@@ -19,5 +19,6 @@ def prompts_with_shared_prefixes(seed: int, *, shortest: int, longest: int = 300
     return prompts
 
 
-def random_prompt(seed: int | str, tokens: int) -> list[int]:
-    return random.Random(seed).choices(VOCABULARY, k=tokens)
+def random_prompt(name: str, tokens: int) -> list[int]:
+    """Tests that share engines name theirs, so that none finds another's prompt cached."""
+    return random.Random(name).choices(VOCABULARY, k=tokens)

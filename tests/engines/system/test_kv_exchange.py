@@ -33,15 +33,14 @@ CACHED_SOON_S = 2.0
 ATTEMPTS = 3
 """On a busy machine a grant may come too late, and the reader computes the prompt itself."""
 TURNS: dict[str, Callable[[list[int]], tuple[list[int], int]]] = {
-    "next": lambda history: ([*history, *random_prompt(42, 100)], whole_blocks(len(history) - 1)),
+    "next": lambda history: ([*history, *random_prompt("next", 100)], whole_blocks(len(history) - 1)),
     "edited": lambda history: (
-        [*history[: 26 * BLOCK + 7], 77, *history[26 * BLOCK + 8 :], *random_prompt(52, 40)],
+        [*history[: 26 * BLOCK + 7], 77, *history[26 * BLOCK + 8 :], *random_prompt("edited", 40)],
         26 * BLOCK,
     ),
-    "shortened": lambda history: (history[: 32 * BLOCK + 3] + random_prompt(53, 300), 32 * BLOCK),
+    "shortened": lambda history: (history[: 32 * BLOCK + 3] + random_prompt("shortened", 300), 32 * BLOCK),
 }
 """A prompt from the history so far, and how many of its first tokens an engine has cached."""
-SEEDS = {"next": 410, "edited": 420, "shortened": 430}
 ON_DECODE: dict[str, Any] = {"mode": "aggregated", "baton": {"decode_worker": DECODE}}
 ABORTS, ABORTING_AT_ONCE, PATIENCE_S_MAX = 100, 8, 1.0
 IDLE_CPU_MAX = 0.1
@@ -99,7 +98,7 @@ async def test_streamed_and_offered_handoffs_give_the_tokens_of_one_engine(clien
 
 
 async def test_streamed_answers_are_the_same_tokens(client: Client):
-    prompt = random_prompt(31, 1500)
+    prompt = random_prompt("streamed", 1500)
 
     events = await client.events(prompt, "disaggregated")
 
@@ -110,7 +109,7 @@ async def test_streamed_answers_are_the_same_tokens(client: Client):
 @pytest.mark.parametrize("turn", ["next", "edited", "shortened"])
 async def test_a_turn_fetches_the_history_that_it_shares_with_the_decode_engine(client: Client, turn: str):
     for attempt in range(ATTEMPTS):
-        first = random_prompt(SEEDS[turn] + attempt, 20 * BLOCK)
+        first = random_prompt(f"first of {turn} {attempt}", 20 * BLOCK)
         said = await client.ask(first, "disaggregated", max_tokens=15 * BLOCK, baton={"decode_worker": DECODE})
         await asyncio.sleep(CACHED_SOON_S)
         prompt, shared = TURNS[turn](first + said.token_ids)
@@ -129,11 +128,11 @@ async def test_a_turn_fetches_the_history_that_it_shares_with_the_decode_engine(
 
 
 async def test_one_prompt_is_read_from_two_holders(client: Client):
-    driver, prompt = client.driver, random_prompt(61, 40 * BLOCK + 5)
+    driver, prompt = client.driver, random_prompt("two holders", 40 * BLOCK + 5)
     alone = await client.alone(prompt)
-    await driver.leg(DECODE, LegKind.AGGREGATED, random_prompt(62, BLOCK))
-    await until_read(client, STORE, DECODE, random_prompt(62, BLOCK))
-    await until_read(client, PREFILL, STORE, random_prompt(62, BLOCK))
+    await driver.leg(DECODE, LegKind.AGGREGATED, random_prompt("known to all", BLOCK))
+    await until_read(client, STORE, DECODE, random_prompt("known to all", BLOCK))
+    await until_read(client, PREFILL, STORE, random_prompt("known to all", BLOCK))
     await driver.leg(DECODE, LegKind.AGGREGATED, prompt)
     assert (await driver.fetch(STORE, prompt[: 15 * BLOCK], driver.source(DECODE))).fetched == 15
     sources = [driver.source(STORE, end=15), driver.source(DECODE, first=15)]
@@ -150,7 +149,7 @@ async def test_one_prompt_is_read_from_two_holders(client: Client):
 
 
 async def test_what_was_prefetched_is_cached_and_no_token_was_computed(client: Client):
-    prompt = random_prompt(71, 30 * BLOCK + 1)
+    prompt = random_prompt("prefetched", 30 * BLOCK + 1)
     await client.driver.leg(PREFILL, LegKind.AGGREGATED, prompt)
     before = client.tap.loads[DECODE]
 
@@ -172,10 +171,10 @@ async def test_what_was_prefetched_is_cached_and_no_token_was_computed(client: C
 
 async def test_a_request_below_its_cache_hit_threshold_is_refused_uncomputed(client: Client):
     """The requests of vLLM PR #24520, with a threshold of 0.8 for all workers; the last one has no field."""
-    base = random_prompt(81, 1000)
+    base = random_prompt("threshold", 1000)
 
-    async def served(seed: int, shared: int, **fields: float) -> bool:
-        prompt = base[:shared] + random_prompt(seed, 1000 - shared)
+    async def served(shared: int, **fields: float) -> bool:
+        prompt = base[:shared] + random_prompt(f"after {shared}", 1000 - shared)
         await client.tap.until_settled(DECODE)  # Its report counts the request before, too.
         before = client.tap.loads[DECODE].computed_tokens_total
         said = await client.ask(prompt, **ON_DECODE, **fields)
@@ -191,12 +190,12 @@ async def test_a_request_below_its_cache_hit_threshold_is_refused_uncomputed(cli
         assert said.token_ids == await client.alone(prompt)
         return True
 
-    assert await served(82, 0, cache_hit_threshold=0.0)
+    assert await served(0, cache_hit_threshold=0.0)
     warm = await client.ask(base, **ON_DECODE, cache_hit_threshold=0.0)
     assert len(warm.token_ids) == 16
-    assert not await served(83, 280, cache_hit_threshold=0.33)
-    assert await served(84, 400, cache_hit_threshold=0.33)
-    prompt = base[:410] + random_prompt(85, 590)
+    assert not await served(280, cache_hit_threshold=0.33)
+    assert await served(400, cache_hit_threshold=0.33)
+    prompt = base[:410] + random_prompt("after 410", 590)
     refused = await client.driver.leg(DECODE, LegKind.AGGREGATED, prompt, cache_hit_threshold=None)
     assert (refused.report.finish_reason, refused.token_ids) == ("cache_threshold", [])
     assert refused.report.kv.hit_share == whole_blocks(410) / 1000
@@ -220,7 +219,7 @@ async def decisions(client: Client, said: HttpReply, endpoint: str = "streamed")
 @pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK + 9])
 async def test_the_workers_threshold_refuses_no_short_prompt(client: Client, length: int):
     """Of a prompt below a block nothing can be cached or fetched; of a short one too little is handed over."""
-    prompt = random_prompt(89 + length, length)
+    prompt = random_prompt(f"short {length}", length)
 
     for handoff in ("streamed", "offered"):
         said = await client.ask(prompt, "disaggregated", endpoint=handoff, cache_salt=handoff)
@@ -231,10 +230,10 @@ async def test_the_workers_threshold_refuses_no_short_prompt(client: Client, len
 
 
 async def test_decode_first_is_served_by_the_worker_that_has_most_and_else_computed_by_a_prefill_worker(client: Client):
-    first = random_prompt(97, 20 * BLOCK)
+    first = random_prompt("decode first", 20 * BLOCK)
     said = await client.ask(first, "disaggregated", max_tokens=5 * BLOCK)
     await asyncio.sleep(CACHED_SOON_S)
-    turn = [*first, *said.token_ids, *random_prompt(98, 40)]
+    turn = [*first, *said.token_ids, *random_prompt("decode first, next", 40)]
     alone = await client.alone(turn)
 
     async def ask(endpoint: str, **fields: Any) -> list[dict[str, Any]]:
@@ -261,7 +260,7 @@ async def test_decode_first_is_served_by_the_worker_that_has_most_and_else_compu
 
 
 async def test_the_thresholds_ends_streams_and_empty_prompts(client: Client):
-    cold = random_prompt(91, 300)
+    cold = random_prompt("cold", 300)
 
     events = await client.events(cold, cache_hit_threshold=1.0)
     empty = await client.ask("", cache_hit_threshold=0.5)
@@ -276,7 +275,7 @@ async def test_the_thresholds_ends_streams_and_empty_prompts(client: Client):
 
 
 async def test_a_prefill_leg_is_exempt_and_what_can_be_fetched_counts(client: Client):
-    cold = random_prompt(95, 700)
+    cold = random_prompt("cold, handed over", 700)
 
     for handoff in ("streamed", "offered"):
         said = await client.ask(cold, "disaggregated", endpoint=handoff, cache_salt=handoff, cache_hit_threshold=0.9)
@@ -288,13 +287,13 @@ async def test_a_hundred_requests_with_random_aborts_leave_nothing_pinned(client
     dice, abort_slots = random.Random(7), asyncio.Semaphore(ABORTING_AT_ONCE)
     ended = {"answered": 0, "left": 0}
     begun_at = time.monotonic()
-    await client.ask(random_prompt(999, 500), "disaggregated", max_tokens=12)
+    await client.ask(random_prompt("before aborts", 500), "disaggregated", max_tokens=12)
     patience_s_max = max(PATIENCE_S_MAX, ABORTING_AT_ONCE * (time.monotonic() - begun_at))  # more on a busy machine
 
     async def ask_and_maybe_leave(number: int) -> None:
         async with abort_slots:
             asking = client.ask(
-                random_prompt(1000 + number, dice.randint(40, 900)),
+                random_prompt(f"aborted {number}", dice.randint(40, 900)),
                 "disaggregated",
                 endpoint=dice.choice(("streamed", "offered")),
                 max_tokens=dice.randint(1, 24),
@@ -312,17 +311,17 @@ async def test_a_hundred_requests_with_random_aborts_leave_nothing_pinned(client
 
     print(f"\n{ended}, nothing pinned {time.monotonic() - begun_at:.1f} s after the last")
     assert min(ended.values()) > 0
-    prompt = random_prompt(99, 500)
+    prompt = random_prompt("after aborts", 500)
     assert (await client.ask(prompt, "disaggregated")).token_ids == await client.alone(prompt)
 
 
 async def test_a_holder_grants_while_it_computes_a_step(client: Client):
-    driver, held = client.driver, random_prompt(131, 300)
+    driver, held = client.driver, random_prompt("granted", 300)
     await driver.leg(PREFILL, LegKind.AGGREGATED, held)
     granted = 0
 
     computing = asyncio.create_task(
-        driver.leg(PREFILL, LegKind.AGGREGATED, random_prompt(132, 4000), fields={"max_tokens": 1})
+        driver.leg(PREFILL, LegKind.AGGREGATED, random_prompt("long", 4000), fields={"max_tokens": 1})
     )
     while not computing.done():
         grant = await driver.lease(PREFILL, held, hold_s=5.0)
@@ -339,7 +338,7 @@ async def test_idle_engines_use_no_cpu_with_or_without_pinned_leases(client: Cli
     await client.tap.until_settled(*ENGINES)
     trees = [[process, *process.children(True)] for process in map(psutil.Process, worker_pids(fleet))]
 
-    offer = await client.driver.offered(PREFILL, random_prompt(101, 2000))
+    offer = await client.driver.offered(PREFILL, random_prompt("pinned", 2000))
     await asyncio.sleep(CACHED_SOON_S)
     pinned = client.tap.exchange_state(PREFILL).pinned_blocks
     used = await asyncio.to_thread(quietest_cpu, trees, enough=IDLE_CPU_MAX)
@@ -348,7 +347,7 @@ async def test_idle_engines_use_no_cpu_with_or_without_pinned_leases(client: Cli
     assert pinned == 2000 // BLOCK
     assert offer.until_s > time.monotonic()
     assert used < IDLE_CPU_MAX
-    await client.driver.taken(DECODE, random_prompt(101, 2000), offer)
+    await client.driver.taken(DECODE, random_prompt("pinned", 2000), offer)
     await client.tap.until_settled(*ENGINES)
 
 
@@ -357,7 +356,7 @@ def worker_pids(fleet: Fleet) -> list[int]:
 
 
 async def test_equal_prompts_that_come_together_are_read_once(client: Client):
-    driver, tap, prompt = client.driver, client.tap, random_prompt(141, 1000)
+    driver, tap, prompt = client.driver, client.tap, random_prompt("together", 1000)
     alone = await client.alone(prompt)
     offers = [await driver.offered(PREFILL, prompt) for _ in range(3)]
     await tap.until_settled(DECODE)
@@ -372,8 +371,8 @@ async def test_equal_prompts_that_come_together_are_read_once(client: Client):
 
 async def test_a_store_copies_prompts_and_lends_them_after_its_restart(client: Client):
     driver, tap = client.driver, client.tap
-    prompts = {kind: random_prompt(171 + number, 20 * BLOCK + 9) for number, kind in enumerate(("memory", "files"))}
-    warm = {kind: random_prompt(173 + number, BLOCK) for number, kind in enumerate(prompts)}
+    prompts = {kind: random_prompt(f"stored in {kind}", 20 * BLOCK + 9) for kind in ("memory", "files")}
+    warm = {kind: random_prompt(f"warms {kind}", BLOCK) for kind in prompts}
     alone = {kind: await client.alone(prompt) for kind, prompt in prompts.items()}
     await restarted_store(client, empty=True)
     for prompt in (*warm.values(), *prompts.values()):
