@@ -212,7 +212,9 @@ def check_report(report: KvTransferReport | None, full_tokens: int) -> Result:
         return Result(Outcome.FAILED, "the engine makes no KV transfer report")
     if report.fetched_tokens >= full_tokens:
         return PASSED
-    why = next((read.failure for read in report.reads if read.failure), "") or "nothing could be asked for"
+    why = next((read.failure for read in report.reads if read.failure), "")
+    if not why:
+        why = "they were cached here" if report.local_tokens else "the engine is not connected to it, as its log says"
     # A holder in a long step grants too late for a request that waits: that does not mean that reading is broken.
     outcome = Outcome.INCONCLUSIVE if why == NoGrant.UNREACHABLE else Outcome.FAILED
     return Result(outcome, f"{report.fetched_tokens} of {full_tokens} tokens' KV came: {why}")
@@ -486,9 +488,13 @@ class SelfTestHandler:
         if likely and self._engine.facts.scores_tokens:
             wanted["logprob_token_ids"] = list(likely)
         leg, status, response = await self._generate(prompt, order, wanted)
-        if status == BAD_REQUEST:  # An operator may have switched log probabilities off (--max-logprobs).
+        if status == BAD_REQUEST and leg.transfer_report is None:
+            # It computed nothing: an operator may have switched log probabilities off (--max-logprobs).
             leg, status, response = await self._generate(prompt, order, {})
-        if status != OK:
+        # vLLM computes the prompt and then answers 400 if log probabilities are NaN, which JSON does not have. Now the
+        # prompt is cached, so a second time nothing of it would be read.
+        are_numbers = status != BAD_REQUEST or leg.transfer_report is None
+        if status != OK and are_numbers:
             raise CannotCompute(f"the engine answers {status}: {response.decode(errors='replace')[:ERROR_CHARS_MAX]}")
         offer = leg.transfer_report.offer if leg.transfer_report else None
         if offer is None:
@@ -496,8 +502,8 @@ class SelfTestHandler:
         digested = await self._digest(offer.lease_id)
         if digested.failure:
             raise CannotCompare(f"the engine's KV cannot be compared: {digested.failure}")
-        logprobs = logprobs_of(response)
-        if not self._engine.facts.scores_tokens:
+        logprobs = logprobs_of(response) if are_numbers else dict.fromkeys(likely, math.nan)
+        if are_numbers and not self._engine.facts.scores_tokens:
             logprobs = with_missing(logprobs, likely)
         return leg, Computed(digested.digests, logprobs)
 

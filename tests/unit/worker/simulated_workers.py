@@ -73,6 +73,32 @@ class Overwriting(Faulty):
         return OverwritingExchange(self)
 
 
+class Overflowing(Overwriting):
+    """Computes with overwritten KV what is no number, which its server cannot send."""
+
+    @property
+    def app(self) -> Any:
+        async def call(scope: Any, receive: Any, send: Any) -> None:
+            is_refused = False
+
+            async def send_other(message: Any) -> None:
+                nonlocal is_refused
+                held.append(message)
+                is_refused |= b'"top_logprobs":[' in message.get("body", b"")
+
+            held: list[Any] = []
+            await self._engine.app(scope, receive, send_other)
+            if is_refused and self.faulty:
+                held = [
+                    {"type": "http.response.start", "status": 400, "headers": []},
+                    {"type": "http.response.body", "body": b"Out of range float values are not JSON compliant: nan"},
+                ]
+            for message in held:
+                await send(message)
+
+        return call
+
+
 class OverwritingExchange:
     def __init__(self, engine: Overwriting) -> None:
         self._engine = engine

@@ -33,7 +33,7 @@ from tests.support.fleet_builders import record
 from tests.support.memory_bus import MemoryBus, MemoryHub
 from tests.support.virtual_time import run_in_virtual_time
 from tests.unit.worker.fakes import FakeEngine
-from tests.unit.worker.simulated_workers import SOON_S_MAX, Forgetful, Overwriting, workers_on_one_bus
+from tests.unit.worker.simulated_workers import SOON_S_MAX, Forgetful, Overflowing, Overwriting, workers_on_one_bus
 
 PROBING, READY, DRAINING = WorkerPhase.PROBING, WorkerPhase.READY, WorkerPhase.DRAINING
 FAILED = Result(Outcome.FAILED, "other tokens")
@@ -136,6 +136,7 @@ async def test_workers_that_start_together_all_become_ready(model):
     [
         (Forgetful, "with the KV that was read log probabilities differ by up to 2.000"),
         (Overwriting, "the KV of group 0 that was read has other bytes than at its holder"),
+        (Overflowing, "the KV of group 0 that was read has other bytes than at its holder"),
     ],
 )
 async def test_a_worker_with_different_kv_or_probabilities_stays_probing_with_a_reason(model, fault, text):

@@ -151,7 +151,8 @@ def test_a_read_passes_only_if_every_full_block_came():
     assert check_report(KvTransferReport(fetched_tokens=64), 64) is PASSED
     assert check_report(None, 64).outcome is Outcome.FAILED
     assert check_report(KvTransferReport(fetched_tokens=32), 64).outcome is Outcome.FAILED
-    assert "nothing could be asked for" in check_report(KvTransferReport(local_tokens=64), 64).failure
+    assert "cached here" in check_report(KvTransferReport(local_tokens=64), 64).failure
+    assert "not connected" in check_report(KvTransferReport(recomputed_tokens=65), 64).failure
 
 
 @pytest.mark.parametrize(("failure", "outcome"), [("not_held", Outcome.FAILED), ("unreachable", Outcome.INCONCLUSIVE)])
