@@ -214,7 +214,7 @@ class WorkerRecord(Message, frozen=True, kw_only=True):
     cache_hit_threshold: float = 0.0
     """The worker's default: it refuses a leg without a threshold if it has, or can fetch, less of the prompt."""
     ranks: int = 1
-    """Tensor parallel ranks of its engine: GPUs, where it has some."""
+    """Ranks of its engine, over all pipeline stages: GPUs, where it has some."""
     listens: list[str] | None = None
     """Addresses other than loopback on which it and its engine accept connections, at most ``ADDRESSES_MAX``; None: not
     known.

@@ -11,7 +11,7 @@ from services.launcher.doctor import machine as doctor_machine
 from services.launcher.doctor.findings import Examination, Finding, InstallationFacts, SystemFacts, examination
 from services.launcher.doctor.installation import about_installation, about_machine
 from services.launcher.doctor.services import about_access, about_bus, about_services
-from services.launcher.doctor.workers import about_workers
+from services.launcher.doctor.workers import about_cores, about_workers
 from shared.runtime.settings import CommonSettings
 
 
@@ -53,4 +53,5 @@ def findings(here: InstallationFacts, system: SystemFacts) -> Iterator[Finding]:
     yield from about_bus(system)
     yield from about_services(system)
     yield from about_workers(system)
+    yield from about_cores(here, system)
     yield from about_access(system)

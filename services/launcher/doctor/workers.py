@@ -11,12 +11,14 @@ from services.launcher.doctor.findings import (
     Area,
     Finding,
     HeardLoad,
+    InstallationFacts,
     Level,
     SystemFacts,
     cost_of_python,
     in_python,
     named,
 )
+from services.launcher.system.devices import A_CORE_FOR_EACH, RANKS_ARE_BUSY
 from shared.contracts.control import RouterHealth, ServicePhase
 from shared.contracts.load import ENGINE_SILENT_S_MAX, LOOP_LATE_S_MAX
 from shared.contracts.message import WIRE_VERSION
@@ -77,6 +79,14 @@ def about_workers(facts: SystemFacts) -> Iterator[Finding]:
     for heard in facts.loads:
         yield from _load(heard)
     yield from _known_to_routers(facts)
+
+
+def about_cores(here: InstallationFacts, facts: SystemFacts) -> Iterator[Finding]:
+    """Engines on this machine's CPU, one of them with several ranks, that have more ranks than there are cores."""
+    ranks = [each.ranks for each in facts.records if each.engine == "vllm" and each.host == facts.host]
+    if not here.gpus and max(ranks, default=1) > 1 and sum(ranks) > here.cores > 0:
+        what = f"The engines on this machine have {sum(ranks)} ranks, but there are {many(here.cores, 'core')}."
+        yield _finding(Level.WARNING, what, RANKS_ARE_BUSY, A_CORE_FOR_EACH)
 
 
 def _counts(records: list[WorkerRecord]) -> Finding:

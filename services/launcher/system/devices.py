@@ -15,6 +15,11 @@ SPARE_CORES_MIN = 2
 """If there are at least this many more cores than ranks, one core is left to NATS and the services."""
 RANKS = "WORKER_TENSOR_PARALLEL_SIZE"
 STAGES = "WORKER_PIPELINE_PARALLEL_SIZE"
+RANKS_ARE_BUSY = (
+    "While an engine with several ranks answers, each rank keeps its core busy, also where it only waits for another "
+    "one: engines on the same cores answer late, and on a busy machine requests fail."
+)
+A_CORE_FOR_EACH = "Give each rank a core of its own: start fewer workers, or fewer ranks and stages."
 FAR = 1000
 """Distance between GPUs of which nothing is known."""
 DISTANCES = {"PIX": 200, "PXB": 300, "PHB": 400, "NODE": 500, "SYS": 600, "SOC": 600}
@@ -85,7 +90,7 @@ def share_cores(
         for count in ranks:
             shared.append(on_cores([cores[(at + index) % len(cores)] for index in range(count)], count))
             at += count
-        return shared, [f"{running + len(ranks)} engines share {len(cores)} CPU cores, so each is slower."]
+        return shared, _shared(running + len(ranks), max(ranks), len(cores))
     usable = list(cores[1:]) if len(cores) >= sum(ranks) + SPARE_CORES_MIN else list(cores)
     each, rest = divmod(len(usable), sum(ranks))
     devices = []
@@ -97,6 +102,14 @@ def share_cores(
         devices.append(on_cores(usable[:size], count))
         usable = usable[size:]
     return devices, []
+
+
+def _shared(engines: int, ranks: int, cores: int) -> list[str]:
+    """Warnings about so many engines, one of them with so many ranks, on too few cores."""
+    notes = [f"{engines} engines share {cores} CPU cores, so each is slower."]
+    if ranks > 1:
+        notes.append(f"{RANKS_ARE_BUSY} {A_CORE_FOR_EACH}")
+    return notes
 
 
 def on_cores(cores: Sequence[int], ranks: int) -> Device:

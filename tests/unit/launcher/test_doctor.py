@@ -394,6 +394,28 @@ def test_the_alert_and_the_doctor_call_the_same_reads_slow():
     assert limits == SLOW_BYTES_PER_S
 
 
+def test_more_ranks_than_cores_are_a_fault_where_engines_with_several_share_them():
+    def there(*ranks: int, host: str = "h") -> SystemFacts:
+        engines = [
+            msgspec.structs.replace(record(name, role=role), engine="vllm", ranks=count, host=host)
+            for (name, role), count in zip({"p1": Role.PREFILL, "d1": Role.DECODE}.items(), ranks, strict=True)
+        ]
+        return system(records=engines, fleet=fleet(*map(living, engines)))
+
+    (it,) = faults(installation(cores=2), there(1, 2))
+
+    assert it.level is Level.WARNING
+    assert it.what == "The engines on this machine have 3 ranks, but there are 2 cores."
+    assert "a core of its own" in it.todo
+    for here, fits in (
+        (installation(cores=3), there(1, 2)),
+        (installation(cores=1), there(1, 1)),
+        (installation(cores=2, gpus=[GPU]), there(1, 2)),
+        (installation(cores=2), there(1, 2, host="another")),
+    ):
+        assert not [one for one in faults(here, fits) if "ranks" in one.what]
+
+
 def test_without_a_system_only_the_installation_is_checked():
     nothing = SystemFacts(nats_url="nats://127.0.0.1:4222", failure="Nobody listens.")
 
