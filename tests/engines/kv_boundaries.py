@@ -6,10 +6,8 @@ state it began with. So each proof has its negative control, in which a block of
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from math import lcm
-from pathlib import Path
 
 import msgspec
 
@@ -28,7 +26,7 @@ from shared.contracts.kv_exchange import (
     unpack_block_ids,
 )
 from shared.contracts.workers import HashScheme, WorkerRecord
-from tests.engines.kv_pair import DECODE, PREFILL, Model, driver_of, kv_pair
+from tests.engines.kv_pair import DECODE, PREFILL, Pair
 from tests.support.kv_driver import ANSWER_S_MAX, Driver, transfer_report_of
 from tests.support.prompts import random_prompt
 
@@ -186,17 +184,10 @@ def forge_offer(offer: KvOffer, other: KvOffer, chosen: Sequence[int], forge: Fo
     return msgspec.structs.replace(offer, groups=made)
 
 
-def prove_states(folder: Path, model: Model) -> None:
-    """All proofs of a model with a recurrent state, on two engines that are started for them."""
-    with kv_pair(folder, model) as pair:
-
-        async def prove() -> None:
-            assert pair.prefill.record is not None
-            async with driver_of(pair) as driver:
-                forges = [left_out, of_another_position]
-                await prove_boundaries(driver, pair.prefill.record, KvGroupKind.STATE, forges)
-
-        asyncio.run(prove())
+async def prove_states(pair: Pair, driver: Driver) -> None:
+    """All proofs of a model with a recurrent state."""
+    assert pair.prefill.record is not None
+    await prove_boundaries(driver, pair.prefill.record, KvGroupKind.STATE, [left_out, of_another_position])
 
 
 async def prove_boundaries(driver: Driver, record: WorkerRecord, kind: KvGroupKind, forges: Sequence[Forge]) -> None:

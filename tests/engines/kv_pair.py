@@ -60,6 +60,9 @@ class Model:
     family: Family
     decode_settings: Mapping[str, str] = field(default_factory=dict)
     """Further ones of the decode worker, such as ranks."""
+    engine_args: str = ""
+    environ: Mapping[str, str] = field(default_factory=dict)
+    """Variables of both engines."""
 
     @property
     def block(self) -> int:
@@ -67,10 +70,10 @@ class Model:
         return self.family.block
 
 
-def family_model(family: str, folder: Path) -> Model:
+def family_model(family: str, folder: Path, **options: Any) -> Model:
     """A tiny model of the family, made below ``folder``."""
     settings = {"model": str(make_model(family, folder)), "served_model_name": MODEL}
-    return Model(settings, FAMILIES[family])
+    return Model(settings, FAMILIES[family], **options)
 
 
 def decode_memory(family: Family) -> str:
@@ -130,12 +133,12 @@ def start_prefill(url: str, folder: Path, model: Model) -> WorkerProcess:
         url,
         PREFILL,
         folder,
-        environ=ENVIRON,
+        environ={**ENVIRON, **model.environ},
         role="prefill",
         cpu_cores="0",
         kv_lease_s=str(LEASE_S),
         max_model_len=str(LEN_MAX),
-        engine_args=f"--max-num-batched-tokens {model.block if model.family.states else CHUNK_TOKENS}",
+        engine_args=f"--max-num-batched-tokens {model.block if model.family.states else CHUNK_TOKENS} {model.engine_args}",
         **model.settings,
     )
 
@@ -145,11 +148,11 @@ def start_decode(url: str, folder: Path, model: Model) -> WorkerProcess:
         url,
         DECODE,
         folder,
-        environ=ENVIRON,
+        environ={**ENVIRON, **model.environ},
         role="decode",
         kv_lease_s=str(LEASE_S),
         max_model_len=str(LEN_MAX),
-        engine_args=decode_memory(model.family),
+        engine_args=f"{decode_memory(model.family)} {model.engine_args}",
         **{"cpu_cores": "1", **model.settings, **model.decode_settings},
     )
 

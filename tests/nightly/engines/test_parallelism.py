@@ -17,7 +17,7 @@ import pytest
 from shared.contracts.failures import Reason
 from shared.contracts.inference import LegKind
 from tests.engines.kv_boundaries import bytes_at, handshake_of, prove_states
-from tests.engines.kv_pair import family_model
+from tests.engines.kv_pair import driver_of, family_model, kv_pair
 from tests.support.kv_driver import BLOCK, MODEL, Driver, driving
 from tests.support.kv_tap import Tap
 from tests.support.model_families import make_model
@@ -138,4 +138,10 @@ async def test_an_engine_is_lost_as_one_when_a_stage_dies(driver: Driver, runnin
 
 def test_the_ranks_of_an_engine_take_their_parts_of_states_from_one_rank(tmp_path: Path):
     model = replace(family_model("granite-4", tmp_path), decode_settings={"tensor_parallel_size": "2", **BOTH_CORES})
-    prove_states(tmp_path, model)
+    with kv_pair(tmp_path, model) as pair:
+
+        async def prove() -> None:
+            async with driver_of(pair) as driver:
+                await prove_states(pair, driver)
+
+        asyncio.run(prove())

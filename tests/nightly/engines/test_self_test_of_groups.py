@@ -16,7 +16,8 @@ from shared.contracts.ids import WorkerId
 from shared.contracts.kv_exchange import AskKvHandshake, KvGroupKind
 from shared.contracts.workers import WorkerPhase, WorkerRecord
 from tests.engines.forged_reads import Forgery, spoil, spoiled
-from tests.engines.test_self_test import HOLDER, Workers, forging_pair, named, run
+from tests.engines.self_tests import named
+from tests.nightly.engines.test_self_test import HOLDER, Workers, forging_pair, run
 from tests.support.model_families import FAMILIES, make_model
 from tests.support.worker_processes import READY_S_MAX, wait_ready
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,9 +12,9 @@ import pytest
 from services.worker.lifecycle.self_test import LOGPROB_DIFFERENCE_MAX
 from shared.bus.nats_bus import connect_nats
 from shared.bus.port import Bus
-from shared.contracts.channels import RUN_SELF_TEST
-from shared.contracts.fleet_orders import RunSelfTest, SelfTestResult
+from shared.contracts.fleet_orders import SelfTestResult
 from tests.engines.forged_reads import ENGINE_ARGS, FORGERY_FILE, Forgery, spoil, spoiled
+from tests.engines.self_tests import named, run_self_test
 from tests.support.model_families import FAMILIES, make_model
 from tests.support.nats_server import NatsServer
 from tests.support.worker_processes import WorkerProcess, start_worker, wait_ready
@@ -26,9 +25,7 @@ HOLDER, READER = "p1", "d1"
 FLAT = {"num_hidden_layers": 6, "initializer_range": 0.02}
 TESTS = 6
 """At a time; a worker computes at most eight prompts for others."""
-TEST_S_MAX = 60.0
 FAMILY = "gpt-oss"
-WRONG = re.compile(r"the KV of group (\d+) that was read has other bytes than at its holder")
 Workers = tuple[str, list[WorkerProcess]]
 """The address of NATS, and the holder and the reader."""
 
@@ -76,10 +73,7 @@ async def bus(workers: Workers) -> AsyncIterator[Bus]:
 
 async def run(bus: Bus, workers: Workers) -> SelfTestResult:
     """The reader reads a prompt of the holder."""
-    holder = workers[1][0].record
-    assert holder is not None
-    ask = RunSelfTest(worker_id=READER, source_id=HOLDER, source_epoch=holder.epoch)
-    return await bus.ask(RUN_SELF_TEST, ask, timeout_s=TEST_S_MAX)
+    return await run_self_test(bus, READER, workers[1][0])
 
 
 async def test_right_kv_passes_however_near_the_tokens_are(bus: Bus, workers: Workers):
@@ -101,9 +95,3 @@ async def test_wrong_kv_of_one_group_fails_though_the_tokens_hardly_show_it(
 
     assert named(result.failure) == group, result.failure
     assert (await run(bus, workers)).failure == ""
-
-
-def named(text: str) -> int | None:
-    """The KV cache group that this failure names."""
-    found = WRONG.search(text)
-    return int(found[1]) if found else None
