@@ -181,27 +181,6 @@ def test_what_this_machine_cannot_do_is_said_without_a_traceback(tmp_path: Path,
     assert "Traceback" not in out + err
 
 
-def test_a_host_that_keeps_trying_serves_with_the_workers_that_start(tmp_path: Path):
-    fleet = tmp_path / "fleet.toml"
-    nats_port, port, collector_port = free_port(), free_port(), free_port()
-    fleet.write_text(f"""
-engine = "simulated"
-nats = {{ port = {nats_port} }}
-router = {{ port = {port} }}
-collector = {{ port = {collector_port} }}
-model = [{{ name = "baton-tiny" }}, {{ name = "without-a-tokenizer" }}]
-[[host]]
-name = "one"
-address = "127.0.0.1"
-workers = [{{ role = "both", model = "without-a-tokenizer", count = 2 }}, {{ role = "both", model = "baton-tiny" }}]
-""")
-    arguments = ("--config", str(fleet), "--name", "one", "--keep-trying")
-
-    with Launched(tmp_path / "state", *arguments, env={"HF_HUB_OFFLINE": "1"}) as host:
-        host.wait_said("Baton is ready", START_S_MAX)
-        assert "needs the tokenizer of without-a-tokenizer" in host.said()
-
-
 def test_a_misspelled_setting_stops_the_start_and_is_named(tmp_path: Path):
     with System(tmp_path, *SIMULATED, "--both", "1", env={"ROUTER_BODY_BYTE_MAX": "1"}) as wrong:
         assert wrong.process is not None

@@ -1,4 +1,4 @@
-"""Models that sleep: a request wakes them within the operator's bounds, or is rejected with Retry-After."""
+"""Models that sleep, and are woken by a request. The nightly ``test_sleeping_turns.py`` has models that are awake in turn."""
 
 from __future__ import annotations
 
@@ -105,18 +105,6 @@ def test_a_drained_worker_that_sleeps_leaves(models: Models):
 
     assert baton("drain", "both-1", "--state-dir", str(models.system.folder))[0] == 0
     until(lambda: not models.system.pids("services.worker", "both-1"), "it has left")
-
-
-def test_one_model_at_a_time_takes_turns_and_says_when(tmp_path: Path):
-    env = {"ROUTER_WAKE_S_MAX": "0"}
-    with models_of(tmp_path, "--awake-max", "1", env=env) as models:
-        assert models.phases() == {"prefill-1": "ready", "decode-1": "ready", "both-1": "asleep"}
-
-        refused = models.complete(models.second)
-
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_asleep")
-        assert int(refused.headers["retry-after"]) >= 1
-        assert models.complete(FIRST).status_code == 200
 
 
 def test_an_unused_model_falls_asleep_by_itself(tmp_path: Path):

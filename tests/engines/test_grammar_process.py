@@ -141,7 +141,7 @@ async def test_ordinary_demands_reach_the_engine_and_are_tried_once(server):
 async def test_quick_trials_do_not_wait_for_long_ones(server):
     _, trials = server
     await trials.permit(demand(regex="warm"), "")
-    long = [asyncio.create_task(trials.permit(demand(regex=EXPLODES + str(n)), "")) for n in range(3)]
+    long = [asyncio.create_task(trials.permit(demand(regex=EXPLODES + str(n)), "")) for n in range(2)]
     await until(lambda: children(trials))
 
     begun = time.monotonic()

@@ -1,6 +1,6 @@
 """Whatever breaks in the middle of a KV exchange between real engines: the tokens are those of an engine that computed
 everything itself, or there is a clear error in time; and nothing stays pinned. Of the model's layers most have a window.
-The nightly ``test_kv_faults_of_models.py`` has models of other kinds.
+The nightly ``test_kv_faults_of_models.py`` has models of other kinds, ``test_restarted_holders.py`` a holder that dies.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tests.engines.kv_pair import (
     until_decode_reads,
     until_first_token,
 )
-from tests.support.kv_driver import TOKENS, Driver, transfer_report_of
+from tests.support.kv_driver import Driver, transfer_report_of
 from tests.support.prompts import random_prompt
 from tests.support.worker_processes import GONE_S_MAX, gone
 
@@ -50,7 +50,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.nats]
 EXPIRED_S_MAX = LEASE_S + 30.0
 PROMPT = 393
 """Tokens: some blocks of any model and a part of one; the decode engine holds four of them."""
-SHORT_PROMPT = 201
 LONG_PROMPT = 1283
 """Tokens: several chunks, and a part of a block."""
 NATS_BACK_S_MAX = 60.0
@@ -270,50 +269,6 @@ async def test_a_handoff_goes_on_when_nats_comes_back(pair: Pair, driver: Driver
     assert failed.value.failure.reason is Reason.BUS_DOWN
     assert [answer.token_ids, again.token_ids] == expected
     assert transfer_report_of(again).recomputed_tokens <= pair.model.block
-
-
-async def test_readers_survive_a_prefill_engine_that_dies_and_its_restart(pair: Pair, driver: Driver):
-    """Whether they have read, read, follow or come too late when it dies, and with what they knew of its former life."""
-    read, reading, unread, before = (
-        random_prompt(f"{when} its death", SHORT_PROMPT) for when in ("read at", "reading at", "unread at", "before")
-    )
-    followed = random_prompt("followed at its death", 1000)
-    expected = [await driver.alone(PREFILL, prompt, 200) for prompt in (read, reading, unread)]
-    expected_before, expected_followed = [await driver.alone(PREFILL, prompt) for prompt in (before, followed)]
-    offers = [await driver.offered(PREFILL, prompt) for prompt in (read, reading, unread, before)]
-    old_source = driver.source(PREFILL)
-    long = {"fields": {"stream": True, "max_tokens": 200}}
-    decoding = await driver.start(DECODE, LegKind.DECODE, read, kv_transfer=packed(offers[0]), **long)
-    frames = await until_first_token(decoding)
-    follower = await start_following(driver, followed) if pair.lends else None
-
-    with pair.frozen_prefill_engine() as core:
-        stuck = await driver.start(DECODE, LegKind.DECODE, reading, kv_transfer=packed(offers[1]), **long)
-        await until_decode_reads(driver, 3 if follower else 2)
-        kill(core)
-        killed_at = time.monotonic()
-        late = await driver.start(DECODE, LegKind.DECODE, unread, kv_transfer=packed(offers[2]), **long)
-        answers = [
-            await remaining_frames(decoding, frames),
-            await remaining_frames(stuck),
-            await remaining_frames(late),
-        ]
-        if follower:
-            assert tokens_of(await remaining_frames(follower)) == expected_followed
-    print(f"\nall answered {time.monotonic() - killed_at:.1f} s after the death")
-    assert [tokens_of(frames) for frames in answers] == expected
-
-    await pair.restart_prefill(driver.tap)
-
-    stale = await driver.taken(DECODE, before, offers[3])
-    asked = await driver.leg(DECODE, LegKind.DECODE, before[: -pair.model.block], kv_sources=[old_source])
-    new = random_prompt("after its restart", PROMPT)
-    fresh = await driver.taken(DECODE, new, await driver.offered(PREFILL, new))
-    assert stale.token_ids == expected_before
-    assert transfer_report_of(stale).fetched_tokens == 0
-    assert len(asked.token_ids) == TOKENS
-    assert fresh.token_ids == await driver.alone(PREFILL, new)
-    assert transfer_report_of(fresh).recomputed_tokens <= pair.model.block
 
 
 async def test_a_decode_engine_that_dies_leaves_nothing_pinned_on_prefill(pair: Pair):

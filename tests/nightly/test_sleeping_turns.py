@@ -21,7 +21,9 @@ def insist(models: Models, model: str) -> int:
         assert answer.json()["error"]["code"] == "model_asleep"
         refused += 1
         assert time.monotonic() < deadline
-        time.sleep(float(answer.headers["retry-after"]))
+        again_s = float(answer.headers["retry-after"])
+        assert again_s >= 1
+        time.sleep(again_s)
     assert answer.status_code == 200, answer.text
     return refused
 
@@ -29,6 +31,8 @@ def insist(models: Models, model: str) -> int:
 @pytest.mark.parametrize("wake_s_max", ["0", "60"])
 def test_models_take_turns(tmp_path: Path, wake_s_max: str):
     with models_of(tmp_path, "--awake-max", "1", env={"ROUTER_WAKE_S_MAX": wake_s_max}) as models:
+        assert models.phases() == {"prefill-1": "ready", "decode-1": "ready", "both-1": "asleep"}
+
         for model in (models.second, FIRST):
             assert insist(models, model) >= 1
 

@@ -4,15 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.engines.system.fleet import THRESHOLD, Fleet, running_fleet
-from tests.support.kv_driver import BLOCK
+from tests.engines.system.fleet import Fleet, fleet_of_short_prompts
 
 
 @pytest.fixture(scope="package")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """Tokens are worth fetching from the first block on, so that short prompts say much. All workers have a cache hit
-    threshold, which no client may notice.
-    """
-    few = {"WORKER_KV_FETCH_MIN_TOKENS": str(BLOCK), "ROUTER_FETCH_TOKENS_MIN": str(BLOCK)}
-    with running_fleet(tmp_path_factory.mktemp("fleet"), **few, WORKER_CACHE_HIT_THRESHOLD=str(THRESHOLD)) as fleet:
+    with fleet_of_short_prompts(tmp_path_factory.mktemp("fleet")) as fleet:
         yield fleet

@@ -11,14 +11,14 @@ import json
 import shutil
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from tests.support.kv_driver import Driver, body, driving
+from tests.support.kv_driver import BLOCK, Driver, body, driving
 from tests.support.kv_tap import Tap
 from tests.support.nats_server import NatsServer, free_port
 from tests.support.otlp_receiver import OtlpReceiver
@@ -42,7 +42,7 @@ AGAIN_S = 0.2
 STREAM_ALL, STREAM_NONE = "0", "-1"
 """ROUTER_STREAM_TOKENS_MIN of the two endpoints."""
 THRESHOLD = 0.8
-"""WORKER_CACHE_HIT_THRESHOLD of all workers, where a test wants one."""
+"""WORKER_CACHE_HIT_THRESHOLD of all workers of a ``fleet_of_short_prompts``."""
 
 
 @dataclass
@@ -103,6 +103,14 @@ def running_fleet(folder: Path, **variables: str) -> Iterator[Fleet]:
                 yield fleet
             finally:
                 fleet.store.kill()
+
+
+def fleet_of_short_prompts(folder: Path) -> AbstractContextManager[Fleet]:
+    """Tokens are worth fetching from the first block on, so that short prompts say much. All workers have a cache hit
+    threshold, which no client may notice.
+    """
+    few = {"WORKER_KV_FETCH_MIN_TOKENS": str(BLOCK), "ROUTER_FETCH_TOKENS_MIN": str(BLOCK)}
+    return running_fleet(folder, **few, WORKER_CACHE_HIT_THRESHOLD=str(THRESHOLD))
 
 
 def exact(url: str) -> int:
