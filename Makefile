@@ -51,7 +51,7 @@ down: setup ## Stop a system that `make up` started on another terminal
 doctor: setup ## Look at the installation and at the system that runs, and say what is wrong and what to do
 	@.venv/bin/baton doctor $(ARGS)
 
-test: ## All tests that need no GPU; a quarter of an hour on two cores; K="a word in the test's name" selects some
+test: ## All tests that need no GPU; twelve minutes on two cores; K="a word in the test's name" selects some
 	@$(MAKE) -j 2 setup-dev test-tools
 	@$(PYTEST) -p no:schemathesis $(ARGS)
 
@@ -60,7 +60,7 @@ nightly: ## What takes longer: chaos, fuzzing, browser, Prometheus, upgrades, co
 	@$(MAKE) llama-server
 	@TEST_PROFILE=nightly $(PYTEST) --timeout 3600 tests/nightly tests/properties tests/contracts tests/scenarios $(ARGS)
 
-check: setup-check ## Format, lint, types, layers, generated files and all quick tests that need no process; about a minute on two cores
+check: setup-check ## Format, lint, types, layers, generated files and all quick tests that need no process; two minutes on two cores
 	@scripts/check.sh
 
 fix: setup-check ## Formatter and safe automatic fixes

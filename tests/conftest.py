@@ -42,7 +42,8 @@ GROUPS = {
     "tests/unit/connector/": ENGINES,
     "tests/unit/worker/simulated/test_engine.py": ENGINES,
     "tests/unit/worker/vllm/": ENGINES,
-    "tests/unit/worker/store/test_files.py": ENGINES,
+    "tests/unit/worker/store/": ENGINES,
+    "tests/properties/connector/test_lent_blocks.py": ENGINES,
 }
 """Files whose paths begin so share what is costly: running engines, or vLLM or NIXL, which import torch, in their own
 process. The first match counts. The engines make two groups, because one would still run when all other tests have ended.

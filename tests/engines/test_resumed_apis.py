@@ -12,7 +12,6 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-from anthropic import Anthropic
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
@@ -199,6 +198,8 @@ async def cut_in_the_middle(model: Path, case: Case, path: str) -> bytes:
 async def test_anthropics_client_reads_a_message_that_was_cut(model):
     case = CASES["thoughts, qwen3"]
     stream = await cut_in_the_middle(model, case, MESSAGES)
+
+    from anthropic import Anthropic  # Two seconds in each of xdist's processes.
 
     with client_of(Anthropic, stream).messages.stream(model=MODEL, **body_of(MESSAGES, case)) as reading:
         message = reading.get_final_message()

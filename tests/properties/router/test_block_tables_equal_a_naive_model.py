@@ -89,6 +89,7 @@ if IS_COMPILED:
     TestTheNativeTable = NativeTableAgainstModel.TestCase
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", TABLES)
 @pytest.mark.parametrize(("rows", "chains"), [(3, 400), (150, 60)])
 def test_a_fleet_that_lives_through_much_is_known_block_by_block(make, rows, chains):

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import time
 
+import pytest
+
 from bench.peer_checks import RunFailed
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_is_told_and_ends_nothing():
     from bench import gpu_proof
 

@@ -57,6 +57,7 @@ def change(action: PlanAction, role: Role, by: int = 0) -> PlanDecision:
     return PlanDecision(number=1, at_ms=0, model="m", demand=Demand(), roles=[], action=action, role=role, change=by)
 
 
+@pytest.mark.slow
 def test_a_fleet_follows_the_day_and_nothing_is_lost_and_nothing_undone():
     outcome, world = run(
         course(Traffic(load=0.8, hours=DAY_H, swing=0.75, day_hours=DAY_H)), Split(prefill=1, decode=1), "", RULES
@@ -71,6 +72,7 @@ def test_a_fleet_follows_the_day_and_nothing_is_lost_and_nothing_undone():
         assert worker.engine.pool.free == worker.engine.pool.blocks
 
 
+@pytest.mark.slow
 def test_roles_follow_each_shift_of_the_mix_once():
     rules = msgspec.structs.replace(RULES, workers_min=4, workers_max=4)
     outcome, world = run(course(Traffic(load=1.1, hours=0.4, turn_hours=0.4)), Split(prefill=2, decode=2), "", rules)

@@ -27,6 +27,7 @@ def test_the_first_and_last_answers_do_not_count():
     assert middle([*range(100), 1000.0]) == (15, 85, 1.0)
 
 
+@pytest.mark.slow
 def test_placement_by_cache_gains_where_prompts_begin_alike():
     found = {name: simulate(FEW, 0.9, name) for name in (ROUND_ROBIN, COUNTED_WHOLE, BATON_DEFAULT)}
     per_s = {name: one.requests_per_s for name, one in found.items()}

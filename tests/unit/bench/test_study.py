@@ -165,6 +165,7 @@ def test_a_damaged_file_is_run_again(workshop):
     assert workshop.run(case).result.requests == 40
 
 
+@pytest.mark.slow
 def test_the_study_runs_a_whole_plan_in_processes(workshop):
     section = Section(
         title="T",

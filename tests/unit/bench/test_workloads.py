@@ -93,6 +93,7 @@ def test_sessions_share_their_beginnings_and_nothing_else(name):
         assert flags == sorted(flags, reverse=True), "a shared block follows one that is not"
 
 
+@pytest.mark.slow
 def test_lengths_and_turns_are_those_of_the_sources():
     by_name = {name: generate(name, 6000, seed=5) for name in WORKLOADS}
     outputs = {name: median(request.output_tokens for request in made) for name, made in by_name.items()}

@@ -62,6 +62,7 @@ def test_a_long_schedule_has_every_kind_of_fault():
     assert {(fault.kind, fault.part) for fault in faults} == {(row.kind, row.part) for row in MENU}
 
 
+@pytest.mark.slow
 def test_a_trace_follows_its_shape_and_turns_include_the_history(oracle):
     asks = make_trace(SHAPE, oracle)
 

@@ -134,6 +134,7 @@ def test_each_container_of_a_service_has_a_key_that_no_other_one_uses(tmp_path: 
     assert (ids, again) == (["decode-1", "decode-2", "decode-10"], "decode-1")
 
 
+@pytest.mark.slow
 def test_init_makes_workers_keys_and_gives_each_service_its_own(tmp_path: Path):
     for role in ROLES:
         (tmp_path / f"of-{role}").mkdir()

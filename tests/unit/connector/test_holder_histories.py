@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from connector.holder.holder import FOLLOW_S_MAX
 from tests.support.kv_messages import blocks_of, first_of
 from tests.unit.connector.holding import Holding, chain, lease_request, release
@@ -102,6 +104,7 @@ class History:
         self.grants += self.holder.advance()
 
 
+@pytest.mark.slow
 def test_after_any_history_every_block_is_free():
     granted = 0
     for seed in range(HISTORIES):

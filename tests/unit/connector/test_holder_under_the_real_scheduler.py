@@ -74,6 +74,7 @@ def run_randomly(engine: Engine, reader: Reader, rng: random.Random, events: int
         reader.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_granted_blocks_are_computed_and_all_blocks_return(tmp_path, depth):
     engine = Engine(tmp_path, depth=depth)

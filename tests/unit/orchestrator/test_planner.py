@@ -54,6 +54,7 @@ def test_a_fleet_that_fits_its_traffic_is_left_alone():
     assert world.changes == []
 
 
+@pytest.mark.slow
 def test_more_traffic_adds_prefill_and_decode_workers_until_queues_are_empty():
     world = PlannerWorld(RULES, steady(12.0)).run(HOUR_S / 2)
 
@@ -181,6 +182,7 @@ def test_a_spare_worker_changes_role_before_workers_are_added():
     assert "can spare one" in first.why
 
 
+@pytest.mark.slow
 def test_workers_that_do_both_are_scaled_as_such():
     world = PlannerWorld(RULES, day_and_night, prefill=0, decode=0, both=1).run(HOUR_S)
 
@@ -252,6 +254,7 @@ def test_a_new_leader_keeps_quiet_until_its_predecessors_changes_have_shown():
     assert world.changes[0][0] - began >= RULES.cool_down_s
 
 
+@pytest.mark.slow
 def test_after_a_change_nothing_else_is_changed_before_it_has_shown():
     world = PlannerWorld(RULES, day_and_night).run(HOUR_S / 2)
 
@@ -277,6 +280,7 @@ def test_workers_that_were_asked_for_count_before_they_are_there():
     assert len(asked_with) > 2
 
 
+@pytest.mark.slow
 def test_a_tight_ttft_target_lowers_the_load_of_prefill_workers():
     loose = PlannerWorld(msgspec.structs.replace(RULES, ttft_s=10.0), steady(6.0)).run(HOUR_S / 4)
     tight = PlannerWorld(msgspec.structs.replace(RULES, ttft_s=0.35), steady(6.0)).run(HOUR_S / 4)
@@ -284,6 +288,7 @@ def test_a_tight_ttft_target_lowers_the_load_of_prefill_workers():
     assert tight.count(Role.PREFILL) > loose.count(Role.PREFILL)
 
 
+@pytest.mark.slow
 def test_a_tight_itl_target_adds_decode_workers():
     loose = PlannerWorld(msgspec.structs.replace(RULES, itl_s=0.1), steady(10.0)).run(HOUR_S / 4)
     tight = PlannerWorld(msgspec.structs.replace(RULES, itl_s=0.006), steady(10.0)).run(HOUR_S / 4)

@@ -74,6 +74,7 @@ def test_requests_that_no_engine_has_room_for_count_as_missed():
     assert trial.refused == 10
 
 
+@pytest.mark.slow
 def test_processes_find_what_one_process_finds():
     given = case(conversations(30))
     questions = [Question(split, load) for split in SPLITS for load in (1.0, 3.0)]

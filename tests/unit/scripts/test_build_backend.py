@@ -65,7 +65,9 @@ def test_every_module_can_be_renamed():
     paths = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py*")]
 
     for path in (one for one in paths if one.suffix in {".py", ".pyi"}):
-        assert ast.dump(ast.parse(renamed(path.read_text()))).count("'baton_serve.baton_serve") == 0, path
+        source = renamed(path.read_text())
+        ast.parse(source)
+        assert "baton_serve.baton_serve" not in source, path
 
 
 def test_the_project_file_names_what_is_there_then():

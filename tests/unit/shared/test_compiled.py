@@ -49,6 +49,7 @@ def test_a_build_that_did_not_end_is_not_used(built: Path):
     assert not compiled.is_current(built)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", ["0", "false", "False"])
 def test_an_operator_can_have_the_request_path_run_as_python(value: str):
     imports = "import services.router.relay.relay as relay, shared.compiled as c; print(c.IN_USE, relay.__file__)"

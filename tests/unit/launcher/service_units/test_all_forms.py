@@ -158,6 +158,7 @@ FORMS: dict[str, Callable[[Path], Sequence[Worker] | Iterator[Worker]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_each_form_runs_the_workers_of_the_file(form: str, file: Path):
     assert Counter(FORMS[form](file)) == WORKERS

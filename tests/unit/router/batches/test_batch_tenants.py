@@ -94,6 +94,7 @@ async def test_lines_that_wait_for_a_limit_of_their_key_hold_no_slots(
     assert (len(engine.prompts) > answered) == (limit != "budget")  # Others are served as they may.
 
 
+@pytest.mark.slow
 @with_tenants(attacker="requests_per_minute = 30", other="")
 async def test_a_key_at_its_limit_gets_all_that_the_limit_allows(world: World, engine: Engine):
     attacker = Client(world.router, "attacker")

@@ -7,7 +7,6 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from openai import AsyncOpenAI
 from urllib3.filepost import encode_multipart_formdata
 
 from shared.bus.frame_sender import LegFrames
@@ -198,6 +197,8 @@ async def test_each_input_counts_as_a_sequence(world: World, path: str, body: di
 
 @pytest.mark.parametrize("name", ["a.wav", 'a "b"; c.wav', "\u00e9\u00e8.mp3", "my name=x.ogg"])
 async def test_forms_of_the_official_sdk_and_of_http_libraries_are_read(name: str):
+    from openai import AsyncOpenAI  # A second in each of the processes of `make check`.
+
     async with running() as up:
         up.worker.script = answer
         async with AsyncOpenAI(base_url=f"{up.url}/v1", api_key="none", max_retries=0) as client:

@@ -80,11 +80,13 @@ def verdict_on(candidate: TokenizerAsset, one: Trials | None = None) -> Verdict:
     return asyncio.run((one or Trials()).verdict(candidate, SCHEME, CHARS_MAX))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("candidate", [asset(), asset(r"\s+|\S+"), asset(normalizer=normalizers.NFKC())])
 def test_honest_tokenizers_and_templates_pass(candidate):
     assert verdict_on(candidate) == Verdict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_a_tokenizer_that_hangs_grows_or_panics_is_refused(name):
     verdict = verdict_on(TOKENIZERS[name])
@@ -93,6 +95,7 @@ def test_a_tokenizer_that_hangs_grows_or_panics_is_refused(name):
     assert not verdict.template
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_template_that_does_not_compile_or_end_is_refused_alone(name):
     verdict = verdict_on(asset(template=TEMPLATES[name]))

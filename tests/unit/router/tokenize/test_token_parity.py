@@ -102,6 +102,7 @@ async def is_exact(world: World, **fields) -> bool:
     return found.exact
 
 
+@pytest.mark.slow
 @in_world(tokenize="always")
 async def test_each_worker_epoch_is_probed_once_and_agrees(world: World, directory):
     handlers = await join(world, directory, "w1", "w2")
@@ -156,6 +157,7 @@ async def test_one_differing_worker_disables_its_fingerprint_until_it_leaves(wor
     assert await is_exact(world, prompt="some words " * 100)
 
 
+@pytest.mark.slow
 @in_world(tokenize="always")
 async def test_restarted_workers_with_another_template_publish_their_tokenizer_again(world: World, directory):
     template = "There are {{ messages | length }} messages.\n" + SimulatedTokenizer(directory).files().chat_template

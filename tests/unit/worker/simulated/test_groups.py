@@ -76,6 +76,7 @@ class Fleet:
         assert not self.index.check(worker_id, Epoch(1), self.held[worker_id].digest())
 
 
+@pytest.mark.slow
 @KINDS
 @pytest.mark.parametrize("kv_blocks", [20_000, 300], ids=["all kept", "evicted"])
 def test_a_thousand_predictions_of_cached_tokens_are_exact(groups, kv_blocks):

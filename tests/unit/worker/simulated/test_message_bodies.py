@@ -6,7 +6,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from anthropic.types import Message
 
 from services.worker.engines.simulated.core.batch import LENGTH, STOP
 from services.worker.engines.simulated.requests import ApiError, chat_of, read_message
@@ -58,6 +57,8 @@ def test_what_vllm_would_refuse_is_refused(fields: dict[str, Any]):
     [(LENGTH, None, "max_tokens"), (STOP, None, "end_turn"), (STOP, "x", "stop_sequence"), (STOP, 7, "end_turn")],
 )
 def test_a_whole_message_says_why_it_ended_and_what_it_used(finish: str, stop: str | int | None, told: str):
+    from anthropic.types import Message  # Two seconds in each of xdist's processes.
+
     choice = Choice(index=0, prompt=[], inbox=Inbox(), finish_reason=finish, stop_reason=stop)
     whole = MessageObjects("m", "a", 9).whole([choice], [" yes"], [], usage_of(9, 3, 4))
 

@@ -269,6 +269,7 @@ def lived(told: Told, turns: int, seed: int) -> tuple[int, list[tuple[int, int]]
     return right, wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", [4000, BLOCKS], ids=["all kept", "evicted"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_predictions_are_what_vllm_finds(tmp_path, monkeypatch, layout, blocks):
