@@ -10,7 +10,7 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ from tests.support.pulled_legs import PulledLeg
 from tests.support.worker_processes import WorkerProcess, start_worker, wait_ready
 
 PREFILL, DECODE = "p1", "d1"
+STAGES = "two-stages"
+"""Instead of a family: the prefill engine has two pipeline stages."""
 LEASE_S = 6.0
 CHUNK_TOKENS = 256
 """Prompt tokens that the prefill engine computes in one step; of a model with a state a block's, as a CPU needs it."""
@@ -58,8 +60,10 @@ class Model:
     settings: Mapping[str, str]
     """Of a worker that serves it."""
     family: Family
+    prefill_settings: Mapping[str, str] = field(default_factory=dict)
+    """Further ones of the prefill worker, such as ranks."""
     decode_settings: Mapping[str, str] = field(default_factory=dict)
-    """Further ones of the decode worker, such as ranks."""
+    """Further ones of the decode worker."""
     engine_args: str = ""
     environ: Mapping[str, str] = field(default_factory=dict)
     """Variables of both engines."""
@@ -71,7 +75,10 @@ class Model:
 
 
 def family_model(family: str, folder: Path, **options: Any) -> Model:
-    """A tiny model of the family, made below ``folder``."""
+    """A tiny model of the family, made below ``folder``. Of ``STAGES`` it is a Gemma 3."""
+    if family == STAGES:
+        stages = {"pipeline_parallel_size": "2", "cpu_cores": "0,1"}
+        return replace(family_model("gemma-3", folder), prefill_settings=stages)
     settings = {"model": str(make_model(family, folder)), "served_model_name": MODEL}
     return Model(settings, FAMILIES[family], **options)
 
@@ -89,14 +96,17 @@ def decode_memory(family: Family) -> str:
 
 @contextmanager
 def frozen_engine(worker: WorkerProcess) -> Iterator[psutil.Process]:
-    """Suspend a worker's engine until the ``with`` block ends or the engine is killed."""
+    """Suspend a worker's engine, with its ranks, until the ``with`` block ends or the engine is killed."""
     core = worker.engine_core()
+    engine = [core, *core.children(recursive=True)]
     try:
-        freeze(core.pid)
+        for process in engine:
+            freeze(process.pid)
         yield core
     finally:
-        with suppress(psutil.NoSuchProcess):
-            core.resume()
+        for process in engine:
+            with suppress(psutil.NoSuchProcess):
+                process.resume()
 
 
 @dataclass
@@ -135,11 +145,10 @@ def start_prefill(url: str, folder: Path, model: Model) -> WorkerProcess:
         folder,
         environ={**ENVIRON, **model.environ},
         role="prefill",
-        cpu_cores="0",
         kv_lease_s=str(LEASE_S),
         max_model_len=str(LEN_MAX),
         engine_args=f"--max-num-batched-tokens {model.block if model.family.states else CHUNK_TOKENS} {model.engine_args}",
-        **model.settings,
+        **{"cpu_cores": "0", **model.settings, **model.prefill_settings},
     )
 
 
@@ -281,7 +290,9 @@ def packed(offer: KvOffer) -> bytes:
     return msgspec.msgpack.encode(offer)
 
 
-def kill(process: psutil.Process) -> None:
-    """Kill the process, also when it is suspended."""
-    process.send_signal(signal.SIGKILL)
-    process.send_signal(signal.SIGCONT)
+def kill(core: psutil.Process) -> None:
+    """Kill an engine with its ranks, also when it is suspended."""
+    for process in (core, *core.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGKILL)
+            process.send_signal(signal.SIGCONT)

@@ -48,7 +48,7 @@ class WorkerProcess:
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def engine_core(self) -> psutil.Process:
-        return max(self.children(), key=lambda child: child.memory_info().rss)
+        return next(child for child in self.children() if "VLLM::EngineCore" in " ".join(child.cmdline()))
 
     def stop(self) -> int:
         """SIGTERM; the exit code."""

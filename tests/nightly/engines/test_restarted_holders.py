@@ -11,6 +11,7 @@ from shared.contracts.inference import LegKind
 from tests.engines.kv_pair import (
     DECODE,
     PREFILL,
+    STAGES,
     Pair,
     driver_of,
     family_model,
@@ -32,7 +33,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.nats]
 SHORT_PROMPT = 201
 
 
-@pytest.fixture(scope="module", params=["gemma-3", "llama", "granite-4", "deepseek-v2"])
+@pytest.fixture(scope="module", params=["gemma-3", "llama", "granite-4", "deepseek-v2", STAGES])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("restarted-holders")
     with kv_pair(folder, family_model(request.param, folder)) as pair:
