@@ -16,8 +16,8 @@ SPARE_CORES_MIN = 2
 RANKS = "WORKER_TENSOR_PARALLEL_SIZE"
 STAGES = "WORKER_PIPELINE_PARALLEL_SIZE"
 RANKS_ARE_BUSY = (
-    "While an engine with several ranks answers, each rank keeps its core busy, also where it only waits for another "
-    "one: engines on the same cores answer late, and on a busy machine requests fail."
+    "A rank that waits for another one of its engine keeps its core busy: engines on the same cores answer late, and "
+    "on a busy machine requests fail."
 )
 A_CORE_FOR_EACH = "Give each rank a core of its own: start fewer workers, or fewer ranks and stages."
 FAR = 1000
