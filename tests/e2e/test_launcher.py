@@ -24,7 +24,6 @@ from shared.bus.nats_credentials import new_seed
 from shared.contracts.channels import Party
 from shared.runtime.service import EXIT_CONFIGURATION
 from tests.e2e.conftest import START_S_MAX
-from tests.e2e.test_disaggregation import listens_on_loopback_alone
 from tests.support.nats_server import free_port, is_free
 from tests.support.system import GUARD_S_MAX, STOP_S_MAX, Launched, System, baton, until
 
@@ -264,20 +263,6 @@ def test_baton_health_works_with_the_services_own_key(system: System):
 
     assert well == [0, 0, 0]
     assert nobody == 1
-
-
-def test_a_system_of_all_kinds_listens_on_loopback_alone_and_down_ends_it(tmp_path: Path):
-    """It has every kind of process that a host can have; its KV goes over TCP."""
-    kinds = ("--both", "1", "--store", "1", "--routers", "2", "--workers-max", "2")
-    with System(tmp_path, *SIMULATED, *kinds, env={"WORKER_SIMULATED": "transfer=tcp"}) as system:
-        listens_on_loopback_alone(system.wait_ready(START_S_MAX))
-
-        code, out, _err = baton("down", "--state-dir", str(tmp_path))
-
-        assert code == 0
-        assert system.endpoint in out
-        until(lambda: not system.processes(), "no process is left", GUARD_S_MAX)
-        assert all(is_free(port) for port in (system.port, system.collector_port, system.nats_port))
 
 
 def test_open_is_the_way_without_keys_and_ctrl_c_while_it_starts_leaves_nothing(tmp_path: Path):

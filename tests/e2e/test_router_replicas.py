@@ -1,4 +1,6 @@
-"""`baton up --routers 2`: two routers behind one address, each also at a port of its own; one may die."""
+"""`baton up --routers 2`: two routers behind one address, each also at a port of its own; one may die. The system has every
+kind of process that a host can have.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,15 @@ from services.launcher.system import state_file
 from services.launcher.system.process_plan import Stage
 from services.launcher.system.watchdog import STILL_S_MAX
 from tests.e2e.conftest import START_S_MAX
+from tests.e2e.test_disaggregation import listens_on_loopback_alone
 from tests.support.nats_server import is_free
 from tests.support.system import GUARD_S_MAX, System, baton, until
 
 pytestmark = pytest.mark.nats
 
 TWO = ("--engine", "simulated", "--routers", "2", "--both", "1")
+ALL_KINDS = ("--store", "1", "--workers-max", "2")
+OVER_TCP = {"WORKER_SIMULATED": "transfer=tcp"}
 NAMES = ("router-1", "router-2")
 CONNECTIONS_MAX = 200
 BEAT_S_MAX = 1.5
@@ -40,7 +45,7 @@ def notified() -> Iterator[socket.socket]:
 @pytest.fixture(scope="module")
 def system(tmp_path_factory: pytest.TempPathFactory, notified: socket.socket) -> Iterator[System]:
     asked = {"NOTIFY_SOCKET": f"@{notified.getsockname()[1:].decode()}", "WATCHDOG_USEC": "2000000"}
-    with System(tmp_path_factory.mktemp("routers"), *TWO, env=asked) as system:
+    with System(tmp_path_factory.mktemp("routers"), *TWO, *ALL_KINDS, env={**asked, **OVER_TCP}) as system:
         yield system.wait_ready(START_S_MAX)
 
 
@@ -66,6 +71,10 @@ def served(system: System) -> dict[str, float]:
 
 def sum_of(metrics: str, name: str) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in metrics.splitlines() if line.startswith(name))
+
+
+def test_a_system_of_all_kinds_listens_on_loopback_alone(system: System):
+    listens_on_loopback_alone(system)
 
 
 def test_both_routers_answer_at_the_one_address(system: System):
@@ -160,7 +169,12 @@ def answers(url: str) -> bool:
 
 def test_down_leaves_nothing(system: System):
     """The last of them: it uses the system up."""
-    ports = [system.port, *(int(url.rsplit(":", 1)[1]) for url in own_urls(system).values())]
+    ports = [
+        system.port,
+        system.collector_port,
+        system.nats_port,
+        *(int(url.rsplit(":", 1)[1]) for url in own_urls(system).values()),
+    ]
 
     code, out, _err = baton("down", "--state-dir", str(system.folder))
 

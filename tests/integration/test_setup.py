@@ -1,4 +1,4 @@
-"""`make setup`, as far as it needs no package index."""
+"""`make setup`, as far as it needs no package index. The nightly ``test_interrupted_setup.py`` has one that was interrupted."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import venv
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,18 +81,6 @@ def test_without_a_network_it_says_what_cannot_be_reached_once(checkout: Path, m
     assert "Retrying" not in said
     assert "pip installs everything" not in said
     assert "Retrying" in (checkout / ".baton/setup.log").read_text()
-
-
-def test_an_environment_whose_making_was_interrupted_is_made_anew(checkout: Path):
-    """Ctrl-C in the first seconds of `make up` leaves one without pip, in which nothing can be installed."""
-    venv.EnvBuilder(with_pip=False, symlinks=True).create(checkout / ".venv")
-
-    def run(*command: str) -> None:
-        env = {**os.environ, "PYTHONPATH": str(checkout / "scripts")}
-        subprocess.run(command, cwd=checkout, env=env, check=True, timeout=MADE_S_MAX)
-
-    run(sys.executable, "-c", "import setup; setup.make_venv('none')")
-    run(str(checkout / ".venv/bin/python"), "-m", "pip", "--version")
 
 
 @dataclass

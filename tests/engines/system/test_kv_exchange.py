@@ -72,7 +72,7 @@ def whole_blocks(tokens: int) -> int:
 
 
 async def test_streamed_and_offered_handoffs_give_the_tokens_of_one_engine(client: Client):
-    prompts = prompts_with_shared_prefixes(20, shortest=100, count=10)
+    prompts = prompts_with_shared_prefixes(20, shortest=100, count=6)
     alone = [await client.alone(prompt) for prompt in prompts]
     assert len({tuple(tokens) for tokens in alone}) == len(prompts)
 
