@@ -276,7 +276,7 @@ def test_predictions_are_what_vllm_finds(tmp_path, monkeypatch, layout, blocks):
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")  # As ``arguments.py`` sets it.
     told = Told(Engine(tmp_path, layout, blocks), tmp_path)
 
-    right, wrong = lived(told, turns=60, seed=blocks)
+    right, wrong = lived(told, turns=40, seed=blocks)
     told.source.close()
 
     assert right >= 30
