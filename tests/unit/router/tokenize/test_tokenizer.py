@@ -41,8 +41,7 @@ def whole(tokenizer_json) -> Tokenizer:
     return Tokenizer.from_str(tokenizer_json)
 
 
-@pytest.fixture
-def prompts(tokenizer_json) -> PromptTokenizer:
+def made_of(tokenizer_json: str) -> PromptTokenizer:
     asset = TokenizerAsset(
         worker_id="w1",
         epoch=1,
@@ -51,6 +50,12 @@ def prompts(tokenizer_json) -> PromptTokenizer:
         special_tokens={"bos_token": "<s>"},
     )
     return PromptTokenizer(asset, SCHEME, cache_bytes_max=CACHE_BYTES_MAX)
+
+
+@pytest.fixture(scope="module")
+def prompts(tokenizer_json) -> PromptTokenizer:
+    """It knows texts of other tests."""
+    return made_of(tokenizer_json)
 
 
 def prompt_of(prompts: PromptTokenizer, path: str, held=lambda _block: True, more=(), **fields):
@@ -63,7 +68,8 @@ def prompt_of(prompts: PromptTokenizer, path: str, held=lambda _block: True, mor
         )
 
 
-def test_an_uncached_prompt_is_not_tokenized_to_its_end(prompts):
+def test_an_uncached_prompt_is_not_tokenized_to_its_end(tokenizer_json):
+    prompts = made_of(tokenizer_json)
     text = "every word of this is new to all of them " * 2000
 
     found = prompt_of(prompts, COMPLETIONS, held=lambda _block: False, prompt=text)
@@ -72,7 +78,8 @@ def test_an_uncached_prompt_is_not_tokenized_to_its_end(prompts):
     assert found.tokens == pytest.approx(prompt_of(prompts, COMPLETIONS, prompt=text).tokens, rel=0.1)
 
 
-def test_tokenization_continues_as_far_as_blocks_are_cached(prompts, whole):
+def test_tokenization_continues_as_far_as_blocks_are_cached(tokenizer_json, whole):
+    prompts = made_of(tokenizer_json)
     text = "some words that all of them know by heart " * 300
     expected = block_hashes(whole.encode(text).ids, SCHEME)
     known = set(expected[: len(expected) // 2])
