@@ -31,6 +31,7 @@ httpx._transports.default.create_ssl_context = cache(httpx._transports.default.c
 
 ENGINES = "engines"
 SYSTEM = "a system with engines"
+VLLM = "vLLM in this process"
 GROUPS = {
     "tests/engines/system/": SYSTEM,
     "tests/engines/test_kv_faults.py": SYSTEM,
@@ -38,15 +39,15 @@ GROUPS = {
     "tests/nightly/engines/": ENGINES,
     "tests/gpu/": ENGINES,
     "tests/nightly/chaos/": "chaos",
-    "tests/integration/connector/": ENGINES,
-    "tests/unit/connector/": ENGINES,
-    "tests/unit/worker/simulated/test_engine.py": ENGINES,
-    "tests/unit/worker/vllm/": ENGINES,
-    "tests/unit/worker/store/": ENGINES,
-    "tests/properties/connector/test_lent_blocks.py": ENGINES,
+    "tests/integration/connector/": VLLM,
+    "tests/unit/connector/": VLLM,
+    "tests/unit/worker/simulated/test_engine.py": VLLM,
+    "tests/unit/worker/vllm/": VLLM,
+    "tests/unit/worker/store/": VLLM,
+    "tests/properties/connector/test_lent_blocks.py": VLLM,
 }
 """Files whose paths begin so share what is costly: running engines, or vLLM or NIXL, which import torch, in their own
-process. The first match counts. The engines make two groups, because one would still run when all other tests have ended.
+process. The first match counts. They make three groups, because one would still run when all other tests have ended.
 """
 KILLS_ENGINES = "test_loss_and_drain.py"
 ENGINES_S_MAX = 900.0
