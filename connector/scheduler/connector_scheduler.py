@@ -246,7 +246,7 @@ class ConnectorScheduler:
         self._give_orders()
         self.push_notifications()
         orders, self._core.orders = self._core.orders, Orders()
-        waits = self._is_moving and not scheduled_tokens and not self.idle_wait.wakes_on_reads
+        waits = self._is_moving and not (scheduled_tokens or self.idle_wait.wakes_on_reads or self._is_in_lock_step)
         return StepOrders(orders, wait_s=REPORT_WAIT_S if waits else 0.0)
 
     def share_process(
@@ -315,7 +315,7 @@ class ConnectorScheduler:
 
     def wait_if_idle(self) -> None:
         """Call before a step: wait if the step could only check for grants or ended reads."""
-        if self._core.is_idle:
+        if self._core.is_idle or self._is_in_lock_step:
             return
         with self.calls.lock:
             wait_s = self._idle_s()
@@ -335,7 +335,7 @@ class ConnectorScheduler:
         whether the scheduler shall try again before EngineCore continues.
         """
         owes_output = bool(self._settled.ended or self.reader.refused)
-        if self._submit is None or owes_output or self.idle_wait.is_computing:
+        if self._submit is None or owes_output or self.idle_wait.is_computing or self._is_in_lock_step:
             return False
         self.wait_if_idle()
         return self.idle_wait.has_only_changed
@@ -357,6 +357,13 @@ class ConnectorScheduler:
         self._grant_socket.close()
         self.holder.release_all()
         self._socket.close()
+
+    @property
+    def _is_in_lock_step(self) -> bool:
+        """Whether the other engines of a data parallel group wait for this one's next step: it computes one without
+        tokens when it has nothing to compute.
+        """
+        return bool(getattr(self._engine_core, "engines_running", False))
 
     @property
     def _is_moving(self) -> bool:

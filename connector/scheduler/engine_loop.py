@@ -31,6 +31,7 @@ class CallsDuringSteps:
         self.lock = threading.RLock()
         self._core: Any = None
         self._enqueue: Callable[[Item], None]
+        self._dummy_batch: Callable[[], None]
         self._is_computing = False
 
     def attach_to(self, core: Any) -> None:
@@ -42,6 +43,8 @@ class CallsDuringSteps:
             self._core = core
             self._enqueue = inbox.put_nowait
             inbox.put_nowait = self._receive
+            self._dummy_batch = core.execute_dummy_batch
+            core.execute_dummy_batch = self._compute_dummy_batch
 
     def begin(self) -> None:
         """The scheduler has made a step; the model computes it next. Call with ``lock`` held."""
@@ -54,6 +57,16 @@ class CallsDuringSteps:
     def end(self) -> None:
         """The scheduler uses blocks again. Call with ``lock`` held."""
         self._is_computing = False
+
+    def _compute_dummy_batch(self) -> None:
+        """An engine of a data parallel group computes nothing while others do. Their step may be a long one."""
+        with self.lock:
+            self.begin()
+        try:
+            self._dummy_batch()
+        finally:
+            with self.lock:
+                self.end()
 
     def _receive(self, item: Item) -> None:
         """Calls keep their order among themselves, and may overtake requests and aborts."""

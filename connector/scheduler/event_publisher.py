@@ -27,11 +27,12 @@ log = logging.getLogger("baton.connector")
 class StepEventPublisher(ZmqEventPublisher):
     """Same endpoints and messages as vLLM's."""
 
-    def __init__(self, *args: object, **options: object) -> None:
+    def __init__(self, data_parallel_rank: int = 0, **options: object) -> None:  # noqa: ARG002  # vLLM's name
         self._encode = msgspec.msgpack.Encoder().encode
         self._lock = threading.Lock()
         """Held where the events that are kept for replays are read or changed."""
-        super().__init__(*args, **options)
+        # Each engine has endpoints of its own. By the rank in a data parallel group vLLM would look for other ports.
+        super().__init__(0, **options)
 
     def publish(self, events: EventBatch) -> None:
         """Send a step's events. What ZMQ does not take, the reader finds missing and asks for.

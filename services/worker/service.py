@@ -27,6 +27,7 @@ from services.worker.lifecycle.drain import FLUSH_S_MAX, HANDOFF_S_MAX, Drain, D
 from services.worker.lifecycle.order_handler import AdapterHandler, OrderHandler
 from services.worker.lifecycle.probing import Prober
 from services.worker.lifecycle.profiling import ProfileHandler
+from services.worker.lifecycle.rank_group import Place, RankGroup, join
 from services.worker.lifecycle.registration import Registration, SavedRole, WorkerStatus, follow_health, new_epoch
 from services.worker.lifecycle.self_test import ReadSpeeds, SelfTestHandler
 from services.worker.lifecycle.sleeping import Sleep
@@ -44,6 +45,7 @@ from shared.contracts.workers import Fingerprint, HashScheme, Role, WorkerPhase,
 from shared.runtime.service import Service
 from shared.runtime.settings import CommonSettings
 from shared.runtime.state_folder import forget_refusal, save_refusal
+from shared.sockets import free_port
 
 log = logging.getLogger("baton.worker")
 
@@ -59,6 +61,7 @@ IN_FLIGHT_LISTS_S = 2.0
 UNSEEN_TOKENS_S = 1.0
 """How often routers are told of streams whose tokens have nothing to show."""
 ENGINE_CLOSE_S_MAX = 5.0
+LOOPBACK = "127.0.0.1"
 SHUTDOWN_S_MAX = 2 * FLUSH_S_MAX + HANDOFF_S_MAX + ENGINE_CLOSE_S_MAX
 """Time limit for what a worker does after its last leg."""
 
@@ -103,12 +106,18 @@ async def run_worker(
     def report(detail: str) -> None:
         service.set_phase(ServicePhase.STARTING, detail)
 
+    group: RankGroup | None = None
     try:
         if settings.asleep and not await Sleep(service, registration).until_woken():
             saved_role.forget()
             return Ending.STOPPED if service.stopping.is_set() else Ending.DRAINED
+        if settings.data_parallel_size > 1:
+            group = await _unless_stopped(join(_place(settings, common), report), service.stopping)
+            if group is None:
+                return Ending.STOPPED
+            settings = msgspec.structs.replace(settings, data_parallel_port=group.port)
         starting = start_engine(settings, common, report, identity=Identity(registration.record.worker_id, epoch))
-        engine = await _unless_stopped(starting, service.stopping)
+        engine = await _unless_stopped(starting, service.stopping, group)
         if engine is None:
             saved_role.forget()
             return Ending.STOPPED
@@ -117,23 +126,27 @@ async def run_worker(
             forget_refusal(common.state_dir, settings.worker_id)
             await registration.update(msgspec.structs.replace(registration.record, listens=await find_addresses()))
             suspects = Suspects(common.state_dir, settings.worker_id, service.clock)
-            plan = await Worker(service, settings, engine, registration, saved_role, suspects, late).run()
+            plan = await Worker(service, settings, engine, registration, saved_role, suspects, late, group=group).run()
         finally:
+            if group is not None:
+                group.close()
             await engine.close(ENGINE_CLOSE_S_MAX)
-        if service.stopping.is_set():
+        if service.stopping.is_set() or not (plan.ordered or plan.sleeps):
             return Ending.STOPPED
         return Ending.ASLEEP if plan.sleeps else Ending.DRAINED
     except EngineRefused as refused:
         save_refusal(common.state_dir, settings.worker_id, str(refused))
         raise
     finally:
+        if group is not None:
+            group.close()
         await registration.remove()
 
 
 class Worker:
     """One running engine on the bus."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # wiring
         self,
         service: Service,
         settings: Settings,
@@ -142,6 +155,8 @@ class Worker:
         saved_role: SavedRole,
         suspects: Suspects,
         late: LateReports | None,
+        *,
+        group: RankGroup | None,
     ) -> None:
         record = registration.record
         worker_id, epoch = record.worker_id, record.epoch
@@ -205,7 +220,8 @@ class Worker:
         )
         self._keeps_weights = engine.facts.engine == "vllm"  # of the model that the worker names
         self._take_orders_about_the_engine(settings.lora_dir)
-        self._orders = OrderHandler(service, self._server, self._prober, self._status, settings.drain_s_max)
+        self._group = group
+        self._orders = OrderHandler(service, self._server, self._prober, self._status, settings.drain_s_max, group)
         self._drain = Drain(
             service, settings, engine, exchange, self._server, self._sender, lambda: registration.record
         )
@@ -222,7 +238,9 @@ class Worker:
 
     async def run(self) -> DrainPlan:
         """Serve until an order or SIGTERM, then drain. Raises EngineDead."""
-        tasks = self._service.tasks
+        tasks, group = self._service.tasks, self._group
+        if group is not None:
+            group.lost.add_done_callback(lambda lost: self._note_death(lost.result()))
         background: list[asyncio.Task[Any]] = [
             tasks.create_task(self._watch_engine(), name="watch-engine"),
             tasks.create_task(self._until_dead(self._cache.follow(self._engine)), name="follow-cache"),
@@ -241,8 +259,12 @@ class Worker:
             background.append(drain_wanted)
             await self._until(self._be_ready_unless(drain_wanted))
             plan = await self._until(drain_wanted)
+            if group is not None:
+                group.begin_drain(plan)
             await self._status.draining(sleeps=plan.sleeps)
             await self._until(self._drain.run(plan))
+            if group is not None:
+                await self._until(group.end_drain(plan))
             return plan
         except EngineDead as dead:
             await self._die(str(dead))
@@ -266,7 +288,8 @@ class Worker:
     async def _be_ready_unless(self, drain_wanted: asyncio.Task[DrainPlan]) -> None:
         """Take legs once the KV self-test has passed, unless the worker is to drain before that."""
         remark = await self._probe_until(drain_wanted, self._prober) if self._prober is not None else ""
-        note = "; ".join(filter(None, (self._engine.facts.note, remark, self._suspects.note)))
+        group = self._group.text if self._group is not None else ""
+        note = "; ".join(filter(None, (group, self._engine.facts.note, remark, self._suspects.note)))
         if drain_wanted.done():
             return
         if self._keeps_weights:
@@ -355,18 +378,37 @@ def make_exchange(service: Service, engine: Engine, identity: Identity) -> Worke
     return exchange
 
 
-async def _unless_stopped(starting: Awaitable[Engine], stopping: asyncio.Event) -> Engine | None:
-    """The engine, or None when the service stops before it has started."""
+async def _unless_stopped(starting: Awaitable[T], stopping: asyncio.Event, group: RankGroup | None = None) -> T | None:
+    """What is started, or None when the service stops before that. Raises EngineDead when another worker of the group
+    has ended before that.
+    """
     start, stop = asyncio.ensure_future(starting), asyncio.ensure_future(stopping.wait())
+    first: list[asyncio.Future[Any]] = [start, stop]
+    if group is not None:
+        first += [group.lost, group.drain_wanted]
     try:
-        await asyncio.wait([start, stop], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         if start.done():
             return start.result()
+        if group is not None and group.lost.done():
+            raise EngineDead(group.lost.result())
         return None
     finally:
         stop.cancel()
         start.cancel()
         await asyncio.wait([start])
+
+
+def _place(settings: Settings, common: CommonSettings) -> Place:
+    """In the data parallel group. Systems with state folders of their own may have groups of the same name."""
+    rank, port = settings.data_parallel_rank, settings.data_parallel_port
+    return Place(
+        name=settings.data_parallel_group,
+        scope=common.state_dir,
+        rank=rank,
+        size=settings.data_parallel_size,
+        port=port or free_port(LOOPBACK),
+    )
 
 
 def first_record(settings: Settings, epoch: Epoch) -> WorkerRecord:

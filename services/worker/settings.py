@@ -19,6 +19,9 @@ BLOCK_TOKENS = 32
 
 NAMES_MAX = 64
 
+RANKS_MAX = 256
+"""Workers of a data parallel group."""
+
 Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 
 
@@ -87,6 +90,18 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     pipeline_parallel_size: Annotated[int, msgspec.Meta(ge=1)] = 1
     """Pipeline stages of a vLLM engine, each with ``tensor_parallel_size`` ranks and a part of the layers. Change it
     when the model does not fit on GPUs that are connected well enough for tensor parallelism.
+    """
+    data_parallel_size: Annotated[int, msgspec.Meta(ge=1, le=RANKS_MAX)] = 1
+    """Workers of a data parallel group, which share out the experts' work of a model with experts; 1: no group. Change
+    it when the experts do not fit on the GPUs of one worker. All are on one host.
+    """
+    data_parallel_rank: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """This worker's place in its group, from 0. Change it when ``data_parallel_size`` is set."""
+    data_parallel_group: str = ""
+    """Name of the group, of which no other on the host has the same. Change it when ``data_parallel_size`` is set."""
+    data_parallel_port: Annotated[int, msgspec.Meta(ge=0, le=65_535)] = 0
+    """TCP port on loopback at which the engines of the group find each other; 0: rank 0 chooses a free one. Change it
+    when a port must be known beforehand.
     """
     kv_cache_bytes: int = 0
     """Memory for KV blocks; 0: 256 MiB on CPU, vLLM's own choice on a GPU. Change it when a CPU engine serves long
@@ -182,6 +197,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 "WORKER_CACHE_HIT_THRESHOLD: a worker with WORKER_ENGINE=attached or WORKER_CONNECTOR=upstream cannot "
                 "refuse requests by what is cached; unset it"
             )
+        self._check_group()
         try:
             self.profile  # noqa: B018  # It is read here, so that a mistake stops the process at once.
         except ValueError as error:
@@ -197,6 +213,34 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         for name in names[1:]:
             if not is_model_alias(name):
                 raise ValueError(f"WORKER_ALIASES: {name!r} is no alias; write {ALIAS_RULE}")
+
+    def _check_group(self) -> None:
+        """Raises ValueError."""
+        if self.data_parallel_size == 1:
+            if self.data_parallel_rank or self.data_parallel_group or self.data_parallel_port:
+                raise ValueError(
+                    "WORKER_DATA_PARALLEL_SIZE: it is 1, but this worker has a rank, group or port; set it"
+                )
+            return
+        if self.data_parallel_rank >= self.data_parallel_size:
+            raise ValueError(
+                f"WORKER_DATA_PARALLEL_RANK: it is {self.data_parallel_rank}, but the group has "
+                f"{self.data_parallel_size} ranks, of which the first is 0"
+            )
+        if not self.data_parallel_group:
+            raise ValueError("WORKER_DATA_PARALLEL_GROUP: it is empty; give all workers of the group the same name")
+        cannot = {
+            "WORKER_ENGINE: only vLLM engines form data parallel groups": self.engine != "vllm",
+            "WORKER_ROLE: a store has no engine, so it is in no data parallel group": self.role is Role.STORE,
+            "WORKER_CONNECTOR: workers of a data parallel group need baton": self.connector != "baton",
+            "WORKER_ASLEEP: a worker of a data parallel group does not sleep; unset it": self.asleep,
+            "WORKER_WEIGHTS_DIR: weights of a data parallel group cannot be changed in place; unset it": bool(
+                self.weights_dir
+            ),
+        }
+        for why, is_so in cannot.items():
+            if is_so:
+                raise ValueError(why)
 
     @property
     def kv_address(self) -> str:

@@ -32,7 +32,7 @@ REPEATED = ("aliases", "attach")
 OF_EACH_MODEL = (
     MODEL, *REPEATED, "prefill", "decode", "both", "store", "attach_key_file", "connector", "kv_cache", "engine_args",
     "gpus_per_worker", "gpus_per_prefill", "gpus_per_decode", "pipeline", "pipeline_prefill", "pipeline_decode",
-    "workers_min", "workers_max", "sleep_after",
+    "data_parallel", "data_parallel_prefill", "data_parallel_decode", "workers_min", "workers_max", "sleep_after",
 )  # fmt: skip
 """Options whose values `baton up` reads from the context, model by model."""
 MODELS_MAX = 64
@@ -121,6 +121,16 @@ PipelinePrefill = Annotated[
 ]
 PipelineDecode = Annotated[
     list[int] | None, option(MODEL_PANEL, "The same for decode workers.", "--pipeline", min=1, metavar="N")
+]
+DataParallel = Annotated[
+    list[int] | None,
+    option(MODEL_PANEL, "Workers of each data parallel group, for models with experts.", "1", min=1, metavar="N"),
+]
+DataParallelPrefill = Annotated[
+    list[int] | None, option(MODEL_PANEL, "The same for prefill workers.", "--data-parallel", min=1, metavar="N")
+]
+DataParallelDecode = Annotated[
+    list[int] | None, option(MODEL_PANEL, "The same for decode workers.", "--data-parallel", min=1, metavar="N")
 ]
 WorkersMin = Annotated[
     list[int] | None, option(MODEL_PANEL, "Fewest workers that the planner leaves.", "1", min=1, metavar="N")
@@ -263,6 +273,8 @@ EPILOG = """[bold]Examples[/]
 
 [cyan]baton up --gpus-per-worker 4 --pipeline-decode 2[/]   decode workers of two stages, each with two GPUs
 
+[cyan]baton up --model MODEL --data-parallel-decode 4[/]   a decode group of four workers, which share out the experts
+
 [cyan]baton up --workers-max 4[/]   the planner runs up to four workers, as the traffic needs
 
 [cyan]baton up --engine-args "--max-num-seqs 64"[/]   any other vLLM argument
@@ -296,6 +308,9 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command
     pipeline: Pipeline = None,
     pipeline_prefill: PipelinePrefill = None,
     pipeline_decode: PipelineDecode = None,
+    data_parallel: DataParallel = None,
+    data_parallel_prefill: DataParallelPrefill = None,
+    data_parallel_decode: DataParallelDecode = None,
     workers_min: WorkersMin = None,
     workers_max: WorkersMax = None,
     sleep_after: SleepAfter = None,
@@ -381,4 +396,5 @@ def with_counts(given: Mapping[str, Any], *, alone: bool) -> Mapping[str, Any]:
         here = describe_machine()
     except PlanRefused as refused:
         fail(str(refused))
-    return {**given, "both": engines_for(here, max(given.get("gpus_per_worker", 1), given.get("pipeline", 1)))}
+    ranks = max(given.get("gpus_per_worker", 1), given.get("pipeline", 1)) * given.get("data_parallel", 1)
+    return {**given, "both": engines_for(here, ranks)}

@@ -117,6 +117,8 @@ class WorkersTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """GPUs of each worker, one for each pipeline stage at least."""
     pipeline: Some = 1
     """Pipeline stages of each worker, over which its GPUs are shared out equally."""
+    data_parallel: Some = 1
+    """Workers of each data parallel group, all on this host. ``count`` is of groups then."""
 
 
 class HostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -202,6 +204,7 @@ def _model_options(fleet: Fleet, host: HostTable, model: str) -> ModelOptions:
     rows = {row.role: row for row in of_model if row.role is not None}
     count = {role: rows[role].count if role in rows else 0 for role in Role}
     gpus = {role: rows[role].gpus_per_worker if role in rows else 1 for role in WHOLE_ENGINES}
+    group = {role: rows[role].data_parallel if role in rows else 1 for role in WHOLE_ENGINES}
     stages = {role: rows[role].pipeline if role in rows else 1 for role in WHOLE_ENGINES}
     return ModelOptions(
         model=model,
@@ -221,6 +224,9 @@ def _model_options(fleet: Fleet, host: HostTable, model: str) -> ModelOptions:
         pipeline=stages[Role.BOTH],
         pipeline_prefill=stages[Role.PREFILL],
         pipeline_decode=stages[Role.DECODE],
+        data_parallel=group[Role.BOTH],
+        data_parallel_prefill=group[Role.PREFILL],
+        data_parallel_decode=group[Role.DECODE],
     )
 
 

@@ -149,6 +149,11 @@ def _check(part: HostPart) -> None:
             f'[[host]] "{part.name}" env {SECRET}: on Kubernetes it belongs into a Secret: leave it out, and name '
             "a Secret that has it in the chart's value settingsSecret"
         )
+    if any(model.group_of(role) > 1 for model in part.models for role in model.roles):
+        raise WrongFleetFile(
+            f'[[host]] "{part.name}" workers: data_parallel: the chart has a pod for each worker, and all workers of a '
+            "data parallel group are on one host: start them with `baton up --config`, or leave data_parallel out"
+        )
     try:
         if part.models:
             check(UpOptions(models=part.models, engine=part.engine, host_name=part.name, state_dir=""))

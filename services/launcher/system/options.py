@@ -52,6 +52,12 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Stages of each prefill worker; 0: ``pipeline``."""
     pipeline_decode: int = 0
     """Stages of each decode worker; 0: ``pipeline``."""
+    data_parallel: int = 1
+    """Workers of each data parallel group. The numbers of workers are of groups then."""
+    data_parallel_prefill: int = 0
+    """Prefill workers of each group; 0: ``data_parallel``."""
+    data_parallel_decode: int = 0
+    """Decode workers of each group; 0: ``data_parallel``."""
     sleep_after_s: float = 0.0
     """The model goes to sleep if it has no request for this long; 0: never by itself."""
     workers_min: int = 1
@@ -61,7 +67,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def roles(self) -> list[Role]:
         """Roles of the workers with engines, in start order."""
-        return [Role.PREFILL] * self.prefill + [Role.DECODE] * self.decode + [Role.BOTH] * self.both
+        groups = {Role.PREFILL: self.prefill, Role.DECODE: self.decode, Role.BOTH: self.both}
+        return [role for role, count in groups.items() for _ in range(count * self.group_of(role))]
 
     def gpus_of(self, role: Role) -> int:
         own = {Role.PREFILL: self.gpus_per_prefill, Role.DECODE: self.gpus_per_decode}
@@ -70,6 +77,11 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     def stages_of(self, role: Role) -> int:
         own = {Role.PREFILL: self.pipeline_prefill, Role.DECODE: self.pipeline_decode}
         return own.get(role, 0) or self.pipeline
+
+    def group_of(self, role: Role) -> int:
+        """Workers of each data parallel group; 1: there are none."""
+        own = {Role.PREFILL: self.data_parallel_prefill, Role.DECODE: self.data_parallel_decode}
+        return own.get(role, 0) or self.data_parallel
 
     @property
     def gpu_counts(self) -> list[int]:

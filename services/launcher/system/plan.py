@@ -183,7 +183,9 @@ STORES = f"{Role.STORE.value}-"
 """Prefix of store workers' names: they need no device."""
 STORE = Device(text="no engine")
 ATTACHED = "attached"
-OWN_RANKS = re.compile(r"(^|\s)(--(tensor|pipeline)[-_]parallel[-_]size|-tp|-pp)([=\s]|$)")
+OWN_RANKS = re.compile(
+    r"(^|\s)(--(tensor|pipeline)[-_]parallel[-_]size|-tp|-pp|--data[-_]parallel([-_][a-z-_]+)?|-dp[a-z]?)([=\s]|$)"
+)
 
 
 def plan_workers(
@@ -203,10 +205,29 @@ def plan_workers(
         workers.plan(index, role, name, next(unused[index]))
         for (index, role), name in zip(engines, names, strict=False)
     ]
+    plans = list(in_groups(plans, [options.models[index].group_of(role) for index, role in engines]))
     # Stores start last: they become ready only when engines are there.
     plans += [workers.plan(index, role, name, STORE) for (index, role), name in zip(stores, names, strict=False)]
     plans += [workers.attached(index, server, name) for (index, server), name in zip(attached, names, strict=True)]
     return plans, notes
+
+
+def in_groups(plans: Sequence[ProcessPlan], sizes: Sequence[int]) -> Iterator[ProcessPlan]:
+    """The workers as ranks of data parallel groups: as many as a group has in a row. ``sizes``: of each one's group."""
+    name, rank = "", 0
+    for plan, size in zip(plans, sizes, strict=True):
+        if size == 1:
+            yield plan
+            continue
+        name = name if rank else plan.name
+        place = {
+            "WORKER_DATA_PARALLEL_SIZE": str(size),
+            "WORKER_DATA_PARALLEL_RANK": str(rank),
+            "WORKER_DATA_PARALLEL_GROUP": name,
+        }
+        note = ", ".join(filter(None, (plan.note, f"rank {rank} of {name}")))
+        yield replace(plan, env={**plan.env, **place}, group=name, note=note)
+        rank = (rank + 1) % size
 
 
 @dataclass(frozen=True)
@@ -313,10 +334,11 @@ def _check_gpus(model: ModelOptions, options: UpOptions) -> None:
     if OWN_RANKS.search(model.engine_args):
         raise PlanRefused(
             "--engine-args sets the number of ranks or stages, but `baton up` gives each worker its GPUs or cores: use "
-            "--gpus-per-worker N and --pipeline N, or those for prefill and decode workers."
+            "--gpus-per-worker N, --pipeline N and --data-parallel N, or those for prefill and decode workers."
         )
     if counts - {1} and options.engine == "simulated":
         raise PlanRefused("Simulated engines have no ranks: leave out --gpus-per-worker and --pipeline.")
+    _check_groups(model, options)
     for role in model.roles:
         gpus, stages = model.gpus_of(role), model.stages_of(role)
         if gpus % stages:
@@ -326,6 +348,20 @@ def _check_gpus(model: ModelOptions, options: UpOptions) -> None:
             )
     if counts - {model.gpus_of(Role.BOTH)} and model.workers_max:
         raise PlanRefused("--workers-max starts workers of one size: use --gpus-per-worker alone.")
+
+
+def _check_groups(model: ModelOptions, options: UpOptions) -> None:
+    """Whether the workers can form data parallel groups. Raises PlanRefused."""
+    if all(model.group_of(role) == 1 for role in model.roles):
+        return
+    if options.engine == "simulated":
+        raise PlanRefused("Simulated engines have no experts to share out: leave out --data-parallel.")
+    if model.connector == "upstream":
+        raise PlanRefused("--data-parallel needs the KV exchange: leave out --connector upstream.")
+    if model.sleep_after_s or options.awake_max:
+        raise PlanRefused("--data-parallel: its workers do not sleep: leave out --sleep-after and --awake-max.")
+    if model.workers_max:
+        raise PlanRefused("--workers-max starts and drains single workers, and a data parallel group has several.")
 
 
 def devices_by_model(options: UpOptions, machine: Machine, running: int) -> tuple[list[list[Device]], list[str]]:

@@ -60,6 +60,8 @@ class ProcessPlan:
     """The place where it runs, such as "core 0"; with several models, the model too."""
     model: int = 0
     """A worker's model: index in ``UpOptions.models``."""
+    group: str = ""
+    """Processes of the same one wait for one another when they start."""
     is_extra: bool = False
     """The system continues if this process cannot be started."""
     keeps_trying: bool = False

@@ -152,22 +152,31 @@ class Supervisor:
     async def _start_all(self, processes: list[ProcessPlan]) -> None:
         """Loading a model keeps a core busy, so the number of concurrent starts is limited."""
         slots = asyncio.Semaphore(max(STARTS_AT_ONCE_MIN, len(os.sched_getaffinity(0))))
+        groups: dict[str, list[ProcessPlan]] = {}
+        for process in processes:
+            groups.setdefault(process.group or process.name, []).append(process)
         async with asyncio.TaskGroup() as starts:
-            for process in processes:
-                starts.create_task(self._start(process, slots), name=f"start-{process.name}")
+            for name, group in groups.items():
+                starts.create_task(self._start_group(group, slots), name=f"start-{name}")
 
-    async def _start(self, process: ProcessPlan, slots: asyncio.Semaphore) -> None:
-        """Until it is settled or given up. It may wait for something that comes late, so there is no deadline."""
+    async def _start_group(self, group: list[ProcessPlan], slots: asyncio.Semaphore) -> None:
+        """None is ready before all have started, so they share a slot."""
+        async with slots, asyncio.TaskGroup() as starts:
+            kept = [self._keep(process) for process in group]
+            for process, task in zip(group, kept, strict=True):
+                starts.create_task(self._settle(process, task), name=f"settle-{process.name}")
+        for process, task in zip(group, kept, strict=True):
+            await first_of(self._settled[process.name].wait(), asyncio.shield(task))
+
+    async def _settle(self, process: ProcessPlan, kept: asyncio.Task[None]) -> None:
+        """Until it is settled or given up. It may wait for something that comes late: then that is reported."""
         name, s_max = process.name, START_S_MAX[process.stage]
         settled = self._settled[name]
-        async with slots:
-            kept = self._keep(process)
-            await first_of(settled.wait(), asyncio.shield(kept), within_s=s_max)
+        await first_of(settled.wait(), asyncio.shield(kept), within_s=s_max)
         if not (settled.is_set() or kept.done()):
             self._screen.show_error(
                 f"{name} is not ready after {s_max:.0f} s{self._detail(name)}. Its log: {self._starter.log_of(name)}"
             )
-            await first_of(settled.wait(), asyncio.shield(kept))
 
     def _detail(self, name: str) -> str:
         return f": {self.rows[name].detail}" if self.rows[name].detail else ""

@@ -12,6 +12,7 @@ from services.worker.engines.port import EngineAdapters, EngineDead
 from services.worker.legs.server import LegServer
 from services.worker.lifecycle.drain import DrainPlan, plan_of
 from services.worker.lifecycle.probing import Prober, failed
+from services.worker.lifecycle.rank_group import RankGroup
 from services.worker.lifecycle.registration import WorkerStatus, refusal
 from services.worker.lifecycle.self_test import NEW_PARTNERS, as_text
 from shared.bus.port import Bus, Envelope
@@ -40,9 +41,16 @@ TAKES_NO_ADAPTERS = "its engine was started without LoRA: set WORKER_LORA_DIR, o
 
 class OrderHandler:
     def __init__(
-        self, service: Service, server: LegServer, prober: Prober | None, status: WorkerStatus, drain_s_max: float
+        self,
+        service: Service,
+        server: LegServer,
+        prober: Prober | None,
+        status: WorkerStatus,
+        drain_s_max: float,
+        group: RankGroup | None = None,
     ) -> None:
-        """``prober`` is None for a worker that cannot test its KV exchange."""
+        """``prober`` is None for a worker that cannot test its KV exchange, ``group`` for one without data parallel."""
+        self._group = group
         self._service = service
         self._server = server
         self._prober = prober
@@ -58,13 +66,17 @@ class OrderHandler:
         await self._service.bus.answer(CHANGE_ROLE, self._change_role, worker_id=worker_id)
 
     async def wait_for_drain(self) -> DrainPlan:
-        """Wait for an order to drain, or for SIGTERM."""
+        """Wait for an order to drain, for SIGTERM, or for the drain of another worker of the group."""
         stopping = asyncio.ensure_future(self._service.stopping.wait())
         either: list[asyncio.Future[Any]] = [stopping, self._order]
+        if self._group is not None:
+            either.append(self._group.drain_wanted)
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         finally:
             stopping.cancel()
+        if self._group is not None and self._group.drain_wanted.done() and not self._order.done():
+            return self._group.drain_wanted.result()
         return self._order.result() if self._order.done() else DrainPlan(s_max=self._drain_s_max)
 
     async def _drain(self, order: DrainWorker, _envelope: Envelope) -> OrderTaken:
@@ -91,6 +103,8 @@ class OrderHandler:
             return "it drains already"
         if self._status.record.role is Role.STORE:
             return "a store has no engine"
+        if self._group is not None:
+            return "it is a rank of a data parallel group, which does not sleep"
         return "" if self._status.phase is WorkerPhase.READY else f"it is {self._status.phase.value}"
 
     async def _change_role(self, order: ChangeRole, _envelope: Envelope) -> RoleChanged:

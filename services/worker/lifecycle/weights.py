@@ -37,7 +37,10 @@ WANTED_S_MAX = 5.0
 keeps no weights.
 """
 CHECKPOINTS = ("*.safetensors", "*.bin", "*.pt")
-NO_WEIGHTS = "this engine's weights cannot be changed in place: it takes a vLLM engine with WORKER_CONNECTOR=baton"
+NO_WEIGHTS = (
+    "this engine's weights cannot be changed in place: it takes a vLLM engine with "
+    "WORKER_CONNECTOR=baton, in no data parallel group"
+)
 _payload = msgspec.json.Decoder(Any)
 
 

@@ -35,6 +35,12 @@ async def main(name: str, *habits: str) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     else:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    for habit in [habit for habit in habits if habit.startswith("meets:")]:
+        _, folder, count = habit.split(":")
+        Path(folder).mkdir(exist_ok=True)
+        (Path(folder) / name).touch()
+        while len(list(Path(folder).iterdir())) < int(count) and not stop.is_set():
+            await asyncio.sleep(0.02)
     bus = await connect_nats(os.environ["BATON_NATS_URL"], name=name)
     ready = ServiceStatus(service="worker", instance=name, phase=ServicePhase.READY, pid=os.getpid())
     while not stop.is_set():

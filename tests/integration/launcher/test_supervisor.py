@@ -25,7 +25,7 @@ from services.launcher.system.options import UpOptions
 from services.launcher.system.plan import aside, plan_nats
 from services.launcher.system.process_plan import ProcessPlan, Stage, SystemPlan
 from services.launcher.system.screen import Board, Screen
-from services.launcher.system.supervisor import StartFailed, Supervisor
+from services.launcher.system.supervisor import STARTS_AT_ONCE_MIN, StartFailed, Supervisor
 from shared.contracts.control import ServicePhase
 from shared.runtime.clock import SystemClock
 from tests.support.nats_server import free_port
@@ -112,6 +112,19 @@ def instants(folder: Path, name: str) -> dict[str, int]:
     """When a fake service was told to stop, and when it ended."""
     lines = [line.split() for line in (folder / "logs" / f"{name}.log").read_text().splitlines()]
     return {words[0]: int(words[-1]) for words in lines if words[:1] in (["told"], ["ended"])}
+
+
+async def test_workers_of_a_group_that_wait_for_one_another_are_started_together(tmp_path: Path):
+    """There are more of them than workers may start at a time."""
+    count = 2 + max(STARTS_AT_ONCE_MIN, len(os.sched_getaffinity(0)))
+    names = [f"rank-{number}" for number in range(count)]
+    habits = dict.fromkeys(names, (f"meets:{tmp_path / 'met'}:{count}",))
+    async with system_of(tmp_path, **habits) as system:
+        grouped = (replace(each, group="g" if each.name in names else "") for each in system.plan.processes)
+        system.plan = replace(system.plan, processes=tuple(grouped))
+
+        async with asyncio.timeout(WAIT_S_MAX):
+            await system.bring_up()
 
 
 async def test_a_worker_that_dies_is_started_again_under_the_same_name(tmp_path: Path):

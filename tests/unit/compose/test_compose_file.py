@@ -61,6 +61,10 @@ FIXED = {
     "WORKER_ROLE": "of the service",
     "WORKER_ENGINE": "of the service",
     "WORKER_STAY_DRAINED": "of the restart policy",
+    **{
+        f"WORKER_DATA_PARALLEL_{name}": "its workers find each other in one network namespace; a container has its own"
+        for name in ("SIZE", "RANK", "GROUP", "PORT")
+    },
     "WORKER_KV_HOST": "must differ between containers; the default is right in their network",
 }
 """Settings that an operator cannot set in compose, under their own or a shorter name, and why."""

@@ -25,6 +25,11 @@ class Core:
         self.handled: list[int] = []
         self.scheduling = False
 
+    def execute_dummy_batch(self) -> None:
+        """A call comes meanwhile."""
+        self.send(1)
+        assert self.handled == [1]
+
     def _handle_client_request(self, _kind, request) -> None:
         assert not self.scheduling, "a call ran beside the scheduler"
         self.handled.append(request[1])
@@ -52,6 +57,13 @@ class Core:
 @pytest.fixture
 def core() -> Core:
     return Core()
+
+
+def test_a_call_is_carried_out_while_other_engines_of_a_data_parallel_group_compute(core: Core):
+    core.execute_dummy_batch()
+    core.send(2)
+
+    assert core.handled == [1]
 
 
 def test_a_call_is_carried_out_while_a_step_is_computed(core: Core):

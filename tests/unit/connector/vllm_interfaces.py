@@ -99,9 +99,15 @@ INTERFACES = {
         "EngineCore.step EngineCore.step_with_batch_queue EngineCoreProc.run_busy_loop "
         "EngineCoreProc._process_engine_step EngineCoreProc._process_input_queue EngineCoreProc._invoke_utility_method "
         "EngineCoreProc._handle_client_request EngineCoreProc.process_input_sockets EngineCoreProc.process_output_sockets EngineCore._process_aborts_queue "
-        "EngineCore.preprocess_add_request EngineCoreProc.pause_scheduler"
+        "EngineCore.preprocess_add_request EngineCoreProc.pause_scheduler EngineCore.execute_dummy_batch "
+        "DPEngineCoreProc.run_busy_loop"
     ),
-    "vllm/v1/engine/core_client.py": "AsyncMPClient.call_utility_async AsyncMPClient.pause_scheduler_async",
+    "vllm/v1/engine/coordinator.py": "DPCoordinator.__init__ DPCoordinatorProc.run_coordinator",
+    "vllm/distributed/device_communicators/cpu_communicator.py": "CpuCommunicator",
+    "vllm/distributed/device_communicators/base_device_communicator.py": (
+        "DeviceCommunicatorBase.all_gatherv DeviceCommunicatorBase.reduce_scatterv"
+    ),
+    "vllm/v1/engine/core_client.py": "DPAsyncMPClient.add_request_async AsyncMPClient.call_utility_async AsyncMPClient.pause_scheduler_async",
     "vllm/v1/engine/detokenizer.py": "FastIncrementalDetokenizer.__init__ FastIncrementalDetokenizer._protected_step",
     "vllm/v1/engine/exceptions.py": "EngineDeadError",
     "vllm/v1/engine/input_processor.py": "InputProcessor.process_inputs",

@@ -64,12 +64,40 @@ def test_ranks_on_a_cpu_are_shared_out_over_stages():
     assert worker_env(system, "both-1", "WORKER_CPU_CORES") == "0,1"
 
 
+def test_the_workers_of_a_data_parallel_group_know_their_places():
+    system = plan_system(options_of(prefill=1, decode=2, data_parallel_decode=2, gpus_per_prefill=2), ON_GPUS)
+
+    places = [
+        (
+            each.name,
+            each.group,
+            *(each.env.get(f"WORKER_DATA_PARALLEL_{name}", "") for name in ("SIZE", "RANK", "GROUP")),
+        )
+        for each in system.stage(Stage.WORKERS)
+    ]
+    assert places == [
+        ("prefill-1", "", "", "", ""),
+        ("decode-1", "decode-1", "2", "0", "decode-1"),
+        ("decode-2", "decode-1", "2", "1", "decode-1"),
+        ("decode-3", "decode-3", "2", "0", "decode-3"),
+        ("decode-4", "decode-3", "2", "1", "decode-3"),
+    ]
+    gpus = [worker_env(system, f"decode-{number}", "CUDA_VISIBLE_DEVICES") for number in range(1, 5)]
+    assert len(set(gpus)) == 4
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
         ({"gpus_per_prefill": 3, "pipeline_prefill": 2}, "3 GPUs of a prefill worker cannot be shared out over 2"),
         ({"pipeline": 2, "engine": "simulated"}, "Simulated engines have no ranks"),
-        ({"engine_args": "--pipeline-parallel-size 2"}, "use --gpus-per-worker N and --pipeline N"),
+        ({"engine_args": "--pipeline-parallel-size 2"}, "use --gpus-per-worker N, --pipeline N"),
+        ({"engine_args": "--data-parallel-hybrid-lb"}, "--data-parallel N"),
+        ({"engine_args": "-dp 2"}, "--data-parallel N"),
+        ({"data_parallel": 2, "engine": "simulated"}, "no experts to share out"),
+        ({"data_parallel_decode": 2, "connector": "upstream"}, "needs the KV exchange"),
+        ({"data_parallel": 2, "model": "m", "sleep_after_s": 60.0}, "do not sleep"),
+        ({"data_parallel": 2, "workers_max": 8}, "single workers"),
     ],
 )
 def test_stages_that_cannot_be_are_refused_with_the_option_to_use(changes: dict[str, object], why: str):

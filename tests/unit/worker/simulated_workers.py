@@ -141,7 +141,7 @@ class Workers:
         **more,
     ) -> None:
         """One more, which is not ready yet. ``wrap`` makes what the worker takes for its engine."""
-        settings = Settings(worker_id=worker_id, role=role, engine="simulated", **more)
+        settings = Settings(**{"worker_id": worker_id, "role": role, "engine": "simulated", **more})
 
         async def start_engine(_settings, _common, _say, *, identity) -> Any:
             self.made.append(worker_id)

@@ -7,9 +7,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-import random
 import shlex
-import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +20,7 @@ from services.worker.engines.port import Identity
 from services.worker.engines.vllm.cache_settings import retains_answers, typed_options
 from services.worker.settings import Settings
 from shared.contracts.workers import Fingerprint
-from shared.sockets import family_of
+from shared.sockets import free_port
 
 CPU_KV_BYTES = 256 * 1024 * 1024
 OWN_CONNECTOR = "BatonConnector"
@@ -35,6 +33,8 @@ OWN_EVENT_PUBLISHER = "baton"
 """``connector.scheduler.event_publisher.NAME``, in place of vLLM's."""
 
 
+GROUP_ADDRESS = "127.0.0.1"
+"""Where the engines of a data parallel group find each other."""
 NO_MEDIA_HOST = "none; send data: URLs, or ask the operator (BATON_MEDIA_DOMAINS)"
 """Stands for an empty list, which vLLM takes for every host. No host has this name: it contains a colon. vLLM's error
 message to the client quotes it."""
@@ -87,9 +87,22 @@ def _chosen(
         "--otlp-traces-endpoint": f"{otlp_endpoint.rstrip('/')}/v1/traces" if otlp_endpoint else "",
         "--tensor-parallel-size": str(settings.tensor_parallel_size) if ranks > 1 else "",
         "--pipeline-parallel-size": str(settings.pipeline_parallel_size) if ranks > 1 else "",
+        **_data_parallel(settings),
         "--distributed-executor-backend": ("mp" if ranks > 1 else own_executor) if on_cpu else "",
         "--dtype": "float32" if on_cpu else "",
         "--worker-cls": "services.worker.engines.vllm.cpu_worker.SeededCpuWorker" if on_cpu else "",
+    }
+
+
+def _data_parallel(settings: Settings) -> dict[str, str]:
+    """VLLM's external load balancing: each rank has a front end of its own."""
+    if settings.data_parallel_size == 1:
+        return {}
+    return {
+        "--data-parallel-size": str(settings.data_parallel_size),
+        "--data-parallel-rank": str(settings.data_parallel_rank),
+        "--data-parallel-address": GROUP_ADDRESS,
+        "--data-parallel-rpc-port": str(settings.data_parallel_port),
     }
 
 
@@ -114,17 +127,40 @@ def _kv_transfer(settings: Settings, *, on_cpu: bool) -> dict[str, object]:
     }
 
 
-def refuse_unsupported(config: Any) -> None:
+def refuse_unsupported(config: Any, settings: Settings) -> None:
     """What vLLM's resolved configuration shows, before anything is loaded. Raises UnsupportedEngine."""
-    if (ranks := config.parallel_config.data_parallel_size) != 1:
-        why = "each of its ranks has its own KV cache, but one worker has one KV cache, one load and one address"
-        raise UnsupportedEngine(f"data_parallel_size is {ranks}: {why}; set it to 1 and start {ranks} workers.")
+    _refuse_data_parallel(config.parallel_config, settings)
     if config.lora_config is not None:
         _refuse_adapters(config)
     if config.device_config.device_type == "cpu":
+        _refuse_experts_on_cpu(config.parallel_config, config.model_config)
         _refuse_on_cpu(config.model_config, config.cache_config)
     if config.kv_transfer_config.kv_connector == OWN_CONNECTOR:
         refuse(config_refusals(config))
+
+
+def _refuse_data_parallel(parallel: Any, settings: Settings) -> None:
+    """Ranks that are no workers of their own, or are elsewhere. Raises UnsupportedEngine."""
+    ranks = (parallel.data_parallel_size, parallel.data_parallel_index)
+    if ranks != (settings.data_parallel_size, settings.data_parallel_rank) or (
+        ranks[0] > 1 and not parallel.data_parallel_external_lb
+    ):
+        why = "each rank has its own KV cache, but one worker has one KV cache, one load and one address"
+        raise UnsupportedEngine(
+            f"data_parallel_size is {ranks[0]}, by vLLM's own arguments: {why}. Leave out --data-parallel-size and the "
+            "options beside it, also those of the internal and hybrid load balancer, and start a worker for each rank: "
+            "`baton up --data-parallel N`, or WORKER_DATA_PARALLEL_SIZE, _RANK and _GROUP."
+        )
+    if ranks[0] == 1:
+        return
+    if parallel.data_parallel_master_ip != GROUP_ADDRESS:
+        where = parallel.data_parallel_master_ip
+        why = "but all workers of a data parallel group are on one host"
+        raise UnsupportedEngine(f"data_parallel_address is {where}, {why}; leave it out.")
+    for name, plain in (("data_parallel_backend", "mp"), ("enable_elastic_ep", False)):
+        if (value := getattr(parallel, name)) != plain:
+            why = "but Baton starts the ranks of a group, and always all of them"
+            raise UnsupportedEngine(f"{name} is {value}, {why}; leave it out.")
 
 
 def _refuse_adapters(config: Any) -> None:
@@ -137,6 +173,14 @@ def _refuse_adapters(config: Any) -> None:
             f"{config.model_config.architecture} has experts, whose kernels for adapters need Triton, which needs a GPU"
         )
         raise UnsupportedEngine(f"enable_lora is set, but {why}; serve this model without adapters on a CPU.")
+
+
+def _refuse_experts_on_cpu(parallel: Any, model: Any) -> None:
+    """The engine would crash at its first request. Raises UnsupportedEngine."""
+    ranks = parallel.data_parallel_size * parallel.tensor_parallel_size
+    if parallel.enable_expert_parallel and model.is_moe and ranks > 1:
+        why = "but vLLM's kernels for CPUs find only experts of which each rank has a part"
+        raise UnsupportedEngine(f"enable_expert_parallel is set, {why}; leave it out on a CPU.")
 
 
 def _refuse_on_cpu(model: Any, cache: Any) -> None:
@@ -196,9 +240,6 @@ def configure_connector(
 PARENT_PID = "_BATON_ENGINE_PARENT_PID"
 """Process id of the worker, for its EngineCore. Not a setting, hence the underscore."""
 
-SIDE_CHANNEL_PORTS = range(20_000, 32_000)
-PORT_ATTEMPTS_MAX = 32
-
 
 ON_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 """Keeps the ranks of an engine off the network, if they are on one host: Gloo listens on the address of its name."""
@@ -238,22 +279,6 @@ def import_defaults(kv_host: str, *, model_is_local: bool, one_host: bool) -> di
         # Allocates tensors in large pages: another process reads KV from them twice as fast.
         "THP_MEM_ALLOC_ENABLE": "1",
     }
-
-
-def free_port(host: str) -> int:
-    """A TCP port that is free now and probably still when vLLM binds it, many seconds later: the system never picks
-    ports of this range by itself. Raises OSError when ``host`` is no address of this machine.
-    """
-    refused: OSError | None = None
-    for port in random.sample(SIDE_CHANNEL_PORTS, PORT_ATTEMPTS_MAX):
-        with socket.socket(family_of(host)) as sock:
-            try:
-                sock.bind((host, port))
-            except OSError as error:
-                refused = error
-            else:
-                return port
-    raise OSError(f"no port can be bound on {host}: set WORKER_KV_HOST to an address of this machine") from refused
 
 
 def parse_cores(text: str) -> list[int]:

@@ -243,6 +243,7 @@ def _construct(
 
     from services.worker.engines.vllm import decode_stream, grammar_process
     from services.worker.engines.vllm.client import LegEngine
+    from services.worker.engines.vllm.engine_process import end_coordinator_with_parent
     from services.worker.engines.vllm.fingerprint import fingerprint
     from services.worker.engines.vllm.grammar_trials import GrammarTrials, cpu_s_max
     from services.worker.engines.vllm.openai_app import without_prometheus
@@ -275,6 +276,8 @@ def _construct(
         configure_profiler(config, launch.trace_dir)
         generates = config.model_config.runner_type == "generate"
         trials = grammar_process.start(config) if generates else None
+        if config.parallel_config.data_parallel_size > 1:
+            end_coordinator_with_parent()
         try:
             llm = LegEngine.from_vllm_config(
                 config, usage_context=UsageContext.OPENAI_API_SERVER, stat_loggers=[lambda *_args, **_options: meter]
@@ -299,7 +302,7 @@ def _configured(engine_args: Any, settings: Settings) -> tuple[Any, list[str]]:
         engine_args.dtype = dtype
         config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
         chosen.append(f"--dtype {dtype}, since a CPU computes gated delta nets in no other")
-    refuse_unsupported(config)
+    refuse_unsupported(config, settings)
     if config.kv_transfer_config.kv_connector == OWN_CONNECTOR:
         chosen += choose_cache_options(config, typed, settings.role)
     return config, chosen
@@ -455,7 +458,10 @@ class VllmEngine(Engine):
         self.profiler = VllmProfiler(llm, trace_dir)
         self._run_dir = run_dir
         self.facts = facts
-        self.weights = VllmWeights(llm, facts.fingerprint, facts.hashing) if exchange is not None else None
+        # The engines of a data parallel group would have to pause in the same step.
+        is_alone = llm.vllm_config.parallel_config.data_parallel_size == 1
+        can_change = exchange is not None and is_alone
+        self.weights = VllmWeights(llm, facts.fingerprint, facts.hashing) if can_change else None
 
     def load(self) -> EngineLoad:
         return self._llm.meter.load()

@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.engine.coordinator import DPCoordinatorProc
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_sliding_window, is_full_attention_spec
@@ -24,7 +25,7 @@ from services.worker.engines.vllm.arguments import PARENT_PID
 
 @cache
 def end_with_parent() -> None:
-    """Kill this process when the worker that started it has ended in any way. For EngineCore only.
+    """Kill this process when the worker that started it has ended in any way. For the worker's children only.
 
     Otherwise EngineCore keeps running, with its memory, after its parent was killed. A parent-death signal does not
     work: it fires when the parent's *thread* ends, and engines are started from a thread.
@@ -79,6 +80,22 @@ def prepare_engine_core() -> None:
     end_with_parent()
     EngineCore.hash_block_size = hash_block_size
     EngineCore.cache_groups = cache_groups
+
+
+_run_coordinator = DPCoordinatorProc.run_coordinator
+
+
+def run_coordinator(*args: Any, **options: Any) -> None:
+    """In the process that rank 0 of a data parallel group starts besides EngineCore."""
+    end_with_parent()
+    _run_coordinator(*args, **options)
+
+
+def end_coordinator_with_parent() -> None:
+    """Call before the engine of a data parallel group is started: otherwise the coordinator outlives a worker that is
+    killed.
+    """
+    DPCoordinatorProc.run_coordinator = staticmethod(run_coordinator)
 
 
 class CpuExecutor(UniProcExecutor):

@@ -13,7 +13,7 @@ from services.launcher.commands.fleet import show_fleet
 from services.launcher.fleet.fleet_file import Fleet, HostPart, WrongFleetFile, part_of, read_fleet_file
 from services.launcher.fleet.head import head_options
 from services.launcher.system.plan import plan_system, worker_names
-from services.launcher.system.process_plan import Machine, SystemPlan
+from services.launcher.system.process_plan import Machine, Stage, SystemPlan
 from shared.contracts.workers import Role
 from tests.support.processes import ROOT
 
@@ -75,6 +75,17 @@ def test_the_head_host_runs_nats_on_its_address_the_services_and_its_own_workers
     assert "--addr 10.0.0.1 --port 4333" in " ".join(nats.command)
     [router] = [process for process in plan.processes if process.name == "router"]
     assert (router.env["ROUTER_HOST"], router.env["ROUTER_PORT"]) == ("10.0.0.1", "8080")
+
+
+def test_a_row_of_workers_may_be_data_parallel_groups():
+    file = FILE.replace('role = "prefill", count = 2', 'role = "prefill", count = 2, data_parallel = 2')
+    plan = head_plan(read_fleet_file(file))
+
+    workers = [(each.name, each.group, each.env["WORKER_DATA_PARALLEL_RANK"]) for each in plan.stage(Stage.WORKERS)]
+    assert workers == [
+        ("one-prefill-1", "one-prefill-1", "0"), ("one-prefill-2", "one-prefill-1", "1"),
+        ("one-prefill-3", "one-prefill-3", "0"), ("one-prefill-4", "one-prefill-3", "1"),
+    ]  # fmt: skip
 
 
 def test_another_host_has_its_models_devices_and_variables(fleet: Fleet):

@@ -148,6 +148,11 @@ def test_grace_periods_follow_the_drains_of_the_file():
         ("[env]", '[env]\nHF_TOKEN = "x"', "belongs into a Secret"),
         ("[env]", '[env]\nWORKER_DRAIN_S_MAX = "long"', "WORKER_DRAIN_S_MAX: write seconds"),
         ("[[model]]", '[[model]]\nengine_args = "-tp 2"', "number of ranks or stages"),
+        (
+            'role = "prefill", count = 2',
+            'role = "prefill", data_parallel = 2',
+            '"one" workers: data_parallel: .* a pod',
+        ),
     ],
 )
 def test_what_cannot_be_is_said_with_its_place(before: str, after: str, message: str):

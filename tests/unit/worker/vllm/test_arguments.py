@@ -29,6 +29,7 @@ from services.worker.engines.vllm.arguments import (
 )
 from services.worker.settings import Settings
 from shared.contracts.ids import Epoch, WorkerId
+from shared.contracts.workers import Role
 from shared.runtime.settings import CommonSettings, SettingsError, load
 from tests.support.fleet_builders import FINGERPRINT
 
@@ -98,10 +99,25 @@ def resolved(settings: Settings, *, async_scheduling: bool) -> SimpleNamespace:
         ),
         scheduler_config=SimpleNamespace(async_scheduling=async_scheduling, scheduler_cls=None),
         kv_events_config=SimpleNamespace(publisher="zmq"),
-        parallel_config=SimpleNamespace(data_parallel_size=1),
+        parallel_config=parallel(),
         lora_config=None,
         device_config=SimpleNamespace(device_type="cuda"),
     )
+
+
+def parallel(**differs: Any) -> SimpleNamespace:
+    """Of an engine without data parallel, unless it differs."""
+    plain = {
+        "data_parallel_size": 1,
+        "data_parallel_index": 0,
+        "data_parallel_external_lb": False,
+        "data_parallel_master_ip": "127.0.0.1",
+        "data_parallel_backend": "mp",
+        "enable_elastic_ep": False,
+        "tensor_parallel_size": 1,
+        "enable_expert_parallel": False,
+    }
+    return SimpleNamespace(**{**plain, **differs})
 
 
 def on_cpu(kv_type: str = "auto", *, use_mla: bool = False, **text: Any) -> SimpleNamespace:
@@ -174,12 +190,77 @@ def test_vllms_own_connector_gets_vllms_own_scheduler_and_publisher():
 
 
 @pytest.mark.parametrize("connector", ["baton", "upstream"])
-def test_data_parallel_is_refused_by_name(connector):
+def test_ranks_that_are_no_workers_are_refused_by_name(connector):
     config = resolved(Settings(connector=connector), async_scheduling=False)
-    config.parallel_config = SimpleNamespace(data_parallel_size=2)
+    config.parallel_config = parallel(data_parallel_size=2)
 
-    with pytest.raises(UnsupportedEngine, match=r"data_parallel_size is 2: .* set it to 1 and start 2 workers"):
-        refuse_unsupported(config)
+    with pytest.raises(UnsupportedEngine, match=r"data_parallel_size is 2, by vLLM's own .*baton up --data-parallel N"):
+        refuse_unsupported(config, Settings(connector=connector))
+
+
+SECOND_OF_TWO = Settings(data_parallel_size=2, data_parallel_rank=1, data_parallel_group="g", data_parallel_port=29_777)
+RANK_1 = {"data_parallel_size": 2, "data_parallel_index": 1, "data_parallel_external_lb": True}
+
+
+def test_a_rank_of_a_group_has_a_front_end_of_its_own():
+    typed = arguments(SECOND_OF_TWO, "m", on_cpu=True, events=("", ""), otlp_endpoint="")
+    chosen = dict(pairwise(typed))
+    options = [f"--data-parallel-{name}" for name in ("size", "rank", "address", "rpc-port")]
+    config = resolved(Settings(connector="upstream"), async_scheduling=False)
+    config.parallel_config = parallel(**RANK_1)
+
+    assert [chosen[option] for option in options] == ["2", "1", "127.0.0.1", "29777"]
+    refuse_unsupported(config, SECOND_OF_TWO)
+
+
+@pytest.mark.parametrize(
+    ("differs", "why"),
+    [
+        ({"data_parallel_index": 0}, "by vLLM's own arguments"),
+        ({"data_parallel_external_lb": False}, "internal and hybrid load balancer"),
+        ({"data_parallel_master_ip": "10.0.0.7"}, r"data_parallel_address is 10\.0\.0\.7, .* on one host"),
+        ({"data_parallel_backend": "ray"}, "data_parallel_backend is ray"),
+        ({"enable_elastic_ep": True}, "enable_elastic_ep is True"),
+    ],
+)
+def test_what_a_group_cannot_have_is_refused_by_name(differs: dict[str, Any], why: str):
+    config = resolved(SECOND_OF_TWO, async_scheduling=False)
+    config.parallel_config = parallel(**{**RANK_1, **differs})
+
+    with pytest.raises(UnsupportedEngine, match=why):
+        refuse_unsupported(config, SECOND_OF_TWO)
+
+
+@pytest.mark.parametrize(
+    ("differs", "why"),
+    [
+        ({"data_parallel_rank": 2}, "the group has 2 ranks, of which the first is 0"),
+        ({"data_parallel_group": ""}, "give all workers of the group the same name"),
+        ({"data_parallel_size": 1}, "WORKER_DATA_PARALLEL_SIZE: it is 1"),
+        ({"engine": "simulated"}, "only vLLM engines"),
+        ({"connector": "upstream"}, "WORKER_CONNECTOR"),
+        ({"asleep": True}, "WORKER_ASLEEP"),
+        ({"weights_dir": "/w"}, "WORKER_WEIGHTS_DIR"),
+        ({"role": Role.STORE}, "WORKER_ROLE"),
+    ],
+)
+def test_settings_that_a_group_cannot_have_stop_the_worker_at_once(differs: dict[str, Any], why: str):
+    with pytest.raises(ValueError, match=why):
+        msgspec.structs.replace(SECOND_OF_TWO, **differs)
+
+
+@pytest.mark.parametrize(("device", "ranks"), [("cpu", 2), ("cpu", 1), ("cuda", 2)])
+def test_whole_experts_of_each_rank_are_refused_on_a_cpu(device: str, ranks: int):
+    config = on_cpu()
+    config.device_config = SimpleNamespace(device_type=device)
+    config.model_config.is_moe = True
+    config.parallel_config = parallel(tensor_parallel_size=ranks, enable_expert_parallel=True)
+
+    if device == "cpu" and ranks > 1:
+        with pytest.raises(UnsupportedEngine, match=r"enable_expert_parallel is set, .* leave it out on a CPU"):
+            refuse_unsupported(config, Settings())
+    else:
+        refuse_unsupported(config, Settings())
 
 
 @pytest.mark.parametrize(("device", "is_moe"), [("cpu", True), ("cpu", False), ("cuda", True)])
@@ -191,9 +272,9 @@ def test_adapters_of_a_model_with_experts_are_refused_on_a_cpu(device, is_moe):
 
     if device == "cpu" and is_moe:
         with pytest.raises(UnsupportedEngine, match=r"Qwen3MoeForCausalLM has experts.* without adapters on a CPU"):
-            refuse_unsupported(config)
+            refuse_unsupported(config, Settings())
     else:
-        refuse_unsupported(config)
+        refuse_unsupported(config, Settings())
 
 
 @pytest.mark.parametrize(
@@ -212,10 +293,10 @@ def test_adapters_of_a_model_with_experts_are_refused_on_a_cpu(device, is_moe):
 def test_what_vllm_cannot_compute_on_a_cpu_is_refused_by_name(config, why):
     pytest.importorskip("vllm")
     with pytest.raises(UnsupportedEngine, match=why):
-        refuse_unsupported(config)
+        refuse_unsupported(config, Settings())
 
     config.device_config.device_type = "cuda"
-    refuse_unsupported(config)
+    refuse_unsupported(config, Settings())
 
 
 def test_a_threshold_above_1_stops_the_start():
