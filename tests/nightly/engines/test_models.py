@@ -74,6 +74,14 @@ class ModelCase:
     no_fp8: str = ""
     controls: tuple[Control, ...] = ()
     """Wrong blocks that must be seen in the answer."""
+    family: str = ""
+    """If the row is not named after it."""
+    stages: int = 1
+    """Pipeline stages of the prefill engine; the decode engine has one."""
+
+    def model(self, row: str, folder: Path) -> Path:
+        """A tiny model for the row of that name, made below ``folder``."""
+        return make_model(self.family or row, folder)
 
 
 WINDOW_CONTROL = (KvGroupKind.WINDOW, (left_out,))
@@ -101,6 +109,12 @@ CASES = {
     "cohere-2": ModelCase("3 of 4 layers with a window", controls=(WINDOW_CONTROL,)),
     "deepseek-v2": ModelCase("MLA: one latent head", no_lookup=NO_MLA_CACHE, no_lora=NO_TRITON, no_fp8=NO_MLA_FP8),
     "gemma-3": ModelCase("5 of 6 layers with a window", controls=(WINDOW_CONTROL,)),
+    "gemma-3-stages": ModelCase(
+        "as gemma-3; two pipeline stages hand over to one engine without",
+        controls=(WINDOW_CONTROL,),
+        family="gemma-3",
+        stages=2,
+    ),
     "gemma-4": ModelCase("5 of 6 layers with a window; two block lengths", controls=(WINDOW_CONTROL,)),
     "gpt-oss": ModelCase("2 of 4 layers with a window; sinks", no_lora=NO_TRITON, controls=(WINDOW_CONTROL,)),
     "llama-4": ModelCase("3 of 4 layers in chunks", no_lora=NO_TRITON),
@@ -119,12 +133,13 @@ CASES = {
 
 @contextmanager
 def pair(
-    folder: Path, model: Path, engine_args: str = "", decode_args: str = "", **more: str
+    folder: Path, model: Path, engine_args: str = "", decode_args: str = "", *, stages: int = 1, **more: str
 ) -> Iterator[tuple[str, list[WorkerProcess]]]:
     """NATS and a prefill and a decode worker; ``more``: of their settings."""
     with NatsServer(folder, has_buckets=True) as nats:
         settings = {"model": str(model), "served_model_name": MODEL, "max_model_len": str(LEN_MAX), **more}
-        prefill = {"role": "prefill", "cpu_cores": "0", "engine_args": engine_args}
+        cores = {"cpu_cores": ",".join(map(str, range(stages))), "pipeline_parallel_size": str(stages)}
+        prefill = {"role": "prefill", "engine_args": engine_args, **cores}
         decode = {"role": "decode", "cpu_cores": "1", "engine_args": f"{engine_args} {decode_args}"}
         workers = [
             start_worker(nats.url, PREFILL, folder, **prefill, **settings),
@@ -148,7 +163,7 @@ async def driver_on(url: str) -> AsyncIterator[Driver]:
 @pytest.mark.parametrize("family", CASES)
 def test_a_family_answers_the_same_after_a_handoff(family: str, tmp_path: Path):
     case = CASES[family]
-    with pair(tmp_path, make_model(family, tmp_path)) as (url, workers):
+    with pair(tmp_path, case.model(family, tmp_path), stages=case.stages) as (url, workers):
         hashing = hashing_of(workers)
         asyncio.run(prove_handoff(url, hashing, case))
         asyncio.run(prove_resume(url, hashing, case))
@@ -160,9 +175,10 @@ def test_a_family_answers_the_same_after_a_handoff(family: str, tmp_path: Path):
 
 @pytest.mark.parametrize("family", CASES)
 def test_a_preempted_request_answers_the_same(family: str, tmp_path: Path):
-    case, memory = CASES[family], decode_memory(FAMILIES[family])
+    case = CASES[family]
+    memory = decode_memory(FAMILIES[case.family or family])
     if not case.no_preemption:
-        with pair(tmp_path, make_model(family, tmp_path), decode_args=memory) as (url, workers):
+        with pair(tmp_path, case.model(family, tmp_path), decode_args=memory, stages=case.stages) as (url, workers):
             asyncio.run(prove_preemption(url, workers[1], refetches=not case.no_lookup))
     check_page(family, {"Preemption": case.no_preemption or YES})
 
@@ -171,9 +187,9 @@ def test_a_preempted_request_answers_the_same(family: str, tmp_path: Path):
 def test_a_prompt_of_an_adapter_is_handed_over(family: str, tmp_path: Path):
     case = CASES[family]
     if not case.no_lora:
-        model = make_model(family, tmp_path)
+        model = case.model(family, tmp_path)
         made = make_adapter(model, tmp_path / ADAPTER, seed=1)
-        with pair(tmp_path, model, LORA_ARGS, lora_adapters=f"{ADAPTER}={made}") as (url, workers):
+        with pair(tmp_path, model, LORA_ARGS, stages=case.stages, lora_adapters=f"{ADAPTER}={made}") as (url, workers):
             asyncio.run(prove_adapter(url, hashing_of(workers), no_lookup=bool(case.no_lookup)))
     check_page(family, {"LoRA": case.no_lora or YES})
 
@@ -183,7 +199,7 @@ def test_kv_in_fp8_is_handed_over(family: str, tmp_path: Path):
     case = CASES[family]
     cell = case.no_fp8 or (YES if can_fp8() else NOT_HERE)
     if cell == YES:
-        with pair(tmp_path, make_model(family, tmp_path), "--kv-cache-dtype fp8") as (url, workers):
+        with pair(tmp_path, case.model(family, tmp_path), "--kv-cache-dtype fp8", stages=case.stages) as (url, workers):
             asyncio.run(prove_handoff(url, hashing_of(workers), case))
     check_page(family, {"fp8 KV": cell})
 
