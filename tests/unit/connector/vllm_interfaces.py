@@ -138,6 +138,9 @@ INTERFACES = {
     "vllm/v1/worker/cpu_worker.py": "CPUWorker",
     "vllm/v1/worker/gpu_worker.py": "Worker.sample_tokens Worker.load_model",
     "vllm/distributed/parallel_state.py": "get_pp_group",
+    "vllm/distributed/device_communicators/shm_broadcast.py": (
+        "SpinCondition SpinCondition.__init__ SpinCondition.wait MessageQueue.acquire_read"
+    ),
     "vllm/v1/worker/gpu_model_runner.py": (
         "GPUModelRunner.sample_tokens GPUModelRunner._bookkeeping_sync GPUModelRunner.sync_and_gather_intermediate_tensors"
     ),

@@ -1,5 +1,5 @@
 """vLLM's worker for CPUs, which survives a request with a seed whose prompt takes several steps, serves as a later
-pipeline stage without being compiled, and in a data parallel group.
+pipeline stage without being compiled and in a data parallel group, and leaves its core to others while it waits.
 
 vLLM samples after each part of a prompt, drops the token, and takes the request's generator back by the numbers that
 were drawn. Generators of a CPU cannot go back: the engine died of any such request.
@@ -9,22 +9,43 @@ VLLM makes the buffer for what a stage receives from the one before in a warm-up
 
 VLLM's communicator for CPUs lacks what a data parallel group exchanges around the experts. Without it the first request
 ended all engines of the group.
+
+For a second after each message of EngineCore a rank of vLLM looks for the next one without a pause: while the engine
+answers, each rank takes a whole core, which on a CPU other engines may need.
 """
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.distributed
+import vllm.distributed.device_communicators.shm_broadcast
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.v1.worker.cpu_worker import CPUWorker
+from zmq.constants import Flag
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput
     from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+
+
+UNTOLD_MS = 1
+"""A message that no notice tells of is found after this time. A notice is lost while an earlier one is under way."""
+
+
+class PausingReader(SpinCondition):
+    """Waits for a notice of the next message where vLLM's looks for the message itself again and again."""
+
+    def wait(self, timeout_ms: int | None = None) -> None:
+        if time.monotonic() > self.last_read + self.busy_loop_s:
+            super().wait(timeout_ms)
+        elif self.local_notify_socket in dict(self.poller.poll(UNTOLD_MS)):
+            self.local_notify_socket.recv(Flag.DONTWAIT)
 
 
 def all_gatherv(
@@ -62,6 +83,8 @@ class SeededCpuWorker(CPUWorker):
         super().init_device()
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        # The queue of EngineCore's messages is made after this.
+        vllm.distributed.device_communicators.shm_broadcast.SpinCondition = PausingReader
         super().load_model(load_dummy_weights=load_dummy_weights)
         runner = self.model_runner
         if not get_pp_group().is_first_rank:
