@@ -9,20 +9,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
 
+import psutil
 import pytest
 
 from shared.contracts.failures import Reason
 from shared.contracts.inference import LegKind
 from tests.engines.kv_boundaries import bytes_at, handshake_of, prove_states
 from tests.engines.kv_pair import driver_of, family_model, kv_pair
+from tests.engines.system.test_real_vllm import Stream, has_begun
 from tests.support.kv_driver import BLOCK, MODEL, Driver, driving
 from tests.support.kv_tap import Tap
 from tests.support.model_families import make_model
 from tests.support.nats_server import NatsServer
+from tests.support.processes import quietest_cpu
 from tests.support.prompts import random_prompt
+from tests.support.system import System, until
 from tests.support.worker_processes import WorkerProcess, gone, ready_workers, start_worker
 
 pytestmark = [pytest.mark.vllm, pytest.mark.nats]
@@ -47,6 +53,9 @@ UNEVEN = Engine(
     "uneven-stages", {"pipeline_parallel_size": "2", **BOTH_CORES}, [(0, 4), (1, 2)], {"VLLM_PP_LAYER_PARTITION": "4,2"}
 )
 FLEETS = ((WHOLE, RANKS, UNEVEN), (STAGES, UNEVEN))
+START_S_MAX, ANSWER_S_MAX = 480.0, 120.0
+STREAMS = 4
+QUIET_S, QUIET_TRIED = 0.6, 3
 LOST_S_MAX = 10.0
 """From the death of a rank to the end of its engine's legs and worker."""
 
@@ -116,11 +125,31 @@ async def test_ranks_and_stages_fetch_what_another_engine_has_cached(driver: Dri
     assert fetched.bytes == bytes_at(await handshake_of(driver, reader), len(prompt) // BLOCK * BLOCK)
 
 
+async def test_ranks_leave_their_cores_to_others_as_soon_as_an_answer_ends(driver: Driver, running: Running):
+    """VLLM's look for further steps for a second, each with all of its core."""
+    worker = running.workers[-1]
+    stages = stages_of(worker.process.pid)
+
+    for tried in range(QUIET_TRIED):
+        await driver.leg(worker.worker_id, LegKind.AGGREGATED, random_prompt(f"quiet {tried}", 60))
+        if await asyncio.to_thread(quietest_cpu, [stages], enough=inf, sample_s=QUIET_S) < len(stages) / 3:
+            break
+    else:
+        raise AssertionError("ranks keep their cores busy")
+
+
+def stages_of(worker: int) -> list[psutil.Process]:
+    """The processes of a worker's two pipeline stages."""
+    children = psutil.Process(worker).children(recursive=True)
+    stages = [one for one in children if "Worker_PP" in " ".join(one.cmdline())]
+    assert len(stages) == 2
+    return stages
+
+
 async def test_an_engine_is_lost_as_one_when_a_stage_dies(driver: Driver, running: Running):
     """The last test of a fleet: its last engine ends."""
     worker = running.workers[-1]
-    stages = [one for one in worker.children() if "Worker_PP" in " ".join(one.cmdline())]
-    assert len(stages) == 2
+    stages = stages_of(worker.process.pid)
     leg = asyncio.create_task(
         driver.leg(worker.worker_id, LegKind.AGGREGATED, random_prompt("long", 60), fields={"max_tokens": 1900})
     )
@@ -145,3 +174,33 @@ def test_the_ranks_of_an_engine_take_their_parts_of_states_from_one_rank(tmp_pat
                 await prove_states(pair, driver)
 
         asyncio.run(prove())
+
+
+def test_streams_of_an_engine_whose_stage_dies_continue_elsewhere_and_it_serves_again(tmp_path: Path):
+    fleet = ("--prefill", "0", "--both", "1", "--decode", "1", "--pipeline-decode", "2")
+    with System(tmp_path, *fleet) as system:
+        system.wait_ready(START_S_MAX)
+        undisturbed = [Stream.of_chunks(number).run(system) for number in range(STREAMS)]
+        worker, epoch = system.worker_pid("decode-1"), system.fleet()["decode-1"]["record"]["epoch"]
+        streams = [stream.again() for stream in undisturbed]
+        with ThreadPoolExecutor(STREAMS) as threads:
+            running = [threads.submit(stream.run, system) for stream in streams]
+            until(lambda: has_begun(streams, running), "each has had some", ANSWER_S_MAX)
+            received = [len(stream.events) for stream in streams]
+            stages_of(worker)[-1].kill()
+            for one in running:
+                one.result()
+
+        assert {stream.worker for stream in streams} == {"decode-1"}
+        assert all(had < len(stream.events) for had, stream in zip(received, streams, strict=True))
+        assert [stream.said() for stream in streams] == [stream.said() for stream in undisturbed]
+        assert system.metrics().sum("baton_router_resumes_total") >= STREAMS
+
+        def serves_again() -> bool:
+            now = system.fleet()["decode-1"]
+            return now["phase"] == "ready" and now["record"]["epoch"] > epoch
+
+        until(serves_again, "the worker is back", START_S_MAX)
+        system.until_exact(2)
+        again = undisturbed[0].again().run(system)
+        assert (again.worker, again.said()) == ("decode-1", undisturbed[0].said())
