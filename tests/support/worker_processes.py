@@ -11,7 +11,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -63,8 +63,9 @@ class WorkerProcess:
     def kill(self) -> None:
         """Whatever is left, hard."""
         if self.process.poll() is None:
-            for child in self.children():
-                child.kill()
+            with suppress(psutil.NoSuchProcess):  # It may end just now.
+                for child in self.children():
+                    child.kill()
             self.process.kill()
             self.process.wait()
 
