@@ -43,7 +43,7 @@ from connector.messages import Orders, Results, read_settings
 from connector.scheduler.block_names import rename_blocks
 from connector.scheduler.connector_scheduler import ConnectorScheduler, EngineShape, StepOrders, StepReport
 from connector.scheduler.event_publisher import register_publisher
-from connector.worker.connector_worker import ConnectorWorker, RankHandshake, refuse_other_hosts
+from connector.worker.connector_worker import ConnectorWorker, RankHandshake
 from shared.contracts.kv_exchange import KvTransferReport, LegOrder
 
 if TYPE_CHECKING:
@@ -143,10 +143,9 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         """All ranks have registered their memory: by pipeline stage and tensor-parallel rank."""
         ranks = [metadata[rank] for rank in sorted(metadata)]
         ranks_of_ours = [one for one in ranks if isinstance(one, RankHandshake)]
-        with refusals_saved(self._refusal_file):
-            refuse_other_hosts(ranks_of_ours)
         described = [one.rank() for one in ranks_of_ours]
-        self.connector_scheduler.describe(described, self._kv_cache_config.num_blocks)
+        clocks = {one.node: one.clock_s for one in ranks_of_ours if one.node}
+        self.connector_scheduler.describe(described, self._kv_cache_config.num_blocks, clocks)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens to fetch from other workers; None while grants are awaited or when the request is refused.
@@ -237,6 +236,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         """
         super().bind_connector_metadata(connector_metadata)
         if isinstance(connector_metadata, StepOrders) and connector_metadata.orders:
+            self._worker.take_clock(connector_metadata.clock_ahead_s)
             self._worker.submit(connector_metadata.orders)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

@@ -172,7 +172,7 @@ class Read:
     local_blocks: list[int]
     """Destinations, one for each remote block."""
     until_s: float
-    """On the reader's clock, with margins subtracted: bytes that arrive later do not count."""
+    """On the clock of the reader's scheduler, with margins subtracted: bytes that arrive later do not count."""
     group: int
     """The KV cache group of the blocks."""
     part_blocks: int
@@ -251,9 +251,11 @@ class Results:
     connected: list[Connected] = field(default_factory=list)
     parts: list[ReadPart] = field(default_factory=list)
     digested: list[BlocksDigested] = field(default_factory=list)
+    clocks: dict[int, float] = field(default_factory=dict)
+    """What the clock of a further host of the engine shows, from one of its ranks now and then."""
 
     def __bool__(self) -> bool:
-        return bool(self.connected or self.parts or self.digested)
+        return bool(self.connected or self.parts or self.digested or self.clocks)
 
 
 class RankAggregation:

@@ -104,7 +104,6 @@ def _parallel_refusals(parallel: Any) -> list[str]:
     why = {
         "decode_context_parallel_size": "a block's tokens are spread over ranks",
         "prefill_context_parallel_size": "a block's tokens are spread over ranks",
-        "nnodes": "a lease ends at an instant of one host's clock, which the ranks of another host do not have",
     }
     return [
         f"{name} is {getattr(parallel, name, 1)}: {reason}; set it to 1"

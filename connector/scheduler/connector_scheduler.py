@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,7 @@ from connector.scheduler.exchange_core import ExchangeCore, GrantWays
 from connector.scheduler.first_token import first_token_of
 from connector.scheduler.grant_socket import GrantSocket
 from connector.scheduler.known_hashes import remember_hashes
+from connector.scheduler.node_clocks import NodeClocks
 from connector.scheduler.recompute_share import RecomputeShare
 from shared.contracts.ids import Epoch, LegId, WorkerId
 from shared.contracts.kv_exchange import (
@@ -89,6 +90,8 @@ class StepOrders(KVConnectorMetadata):
     orders: Orders = field(default_factory=Orders)
     wait_s: float = 0.0
     """How long the worker role waits at the end of the step for a result."""
+    clock_ahead_s: dict[int, float] = field(default_factory=dict)
+    """For each further host of the engine: how far its clock is ahead of the scheduler's at least."""
 
 
 NO_ORDERS = StepOrders()
@@ -112,6 +115,7 @@ class ConnectorScheduler:
         self._settings = settings
         self._shape = shape
         self._aggregation = RankAggregation(shape.ranks)
+        self._clocks = NodeClocks()
         self._socket = NotificationSocket(settings.notifications)
         self.idle_wait = IdleWait()
         self.calls = CallsDuringSteps()
@@ -156,8 +160,12 @@ class ConnectorScheduler:
         self._core.bind(pool, PoolBlockAllocator(pool, groups), find)
         self.holder.watch(pool)
 
-    def describe(self, ranks: list[KvRank], blocks: int) -> None:
-        """All ranks have registered their memory, each with this number of blocks."""
+    def describe(self, ranks: list[KvRank], blocks: int, clocks: Mapping[int, float]) -> None:
+        """All ranks have registered their memory, each with this number of blocks. ``clocks``: of the engine's further
+        hosts, what their monotonic clocks showed a while ago.
+        """
+        for node, clock_s in clocks.items():
+            self._clocks.heard(node, clock_s, time.monotonic())
         self._core.describe(
             KvHandshake(
                 worker_id=WorkerId(self._settings.worker_id),
@@ -247,7 +255,7 @@ class ConnectorScheduler:
         self.push_notifications()
         orders, self._core.orders = self._core.orders, Orders()
         waits = self._is_moving and not (scheduled_tokens or self.idle_wait.wakes_on_reads or self._is_in_lock_step)
-        return StepOrders(orders, wait_s=REPORT_WAIT_S if waits else 0.0)
+        return StepOrders(orders, REPORT_WAIT_S if waits else 0.0, self._clocks.ahead_s(time.monotonic()))
 
     def share_process(
         self,
@@ -283,6 +291,8 @@ class ConnectorScheduler:
         if report is not None:
             self.idle_wait.note_change()
             for rank_results in report.results:
+                for node, clock_s in rank_results.clocks.items():
+                    self._clocks.heard(node, clock_s, time.monotonic())
                 results = self._aggregation.add(rank_results)
                 self._core.on_connected(results.connected)
                 for part in results.parts:

@@ -5,11 +5,11 @@ It decides nothing about requests. No byte of a part moves after its report.
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,7 +17,6 @@ import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 
 from connector.layout.engine_layout import (
-    UnsupportedEngine,
     beyond_boundaries,
     groups_of,
     layers_of,
@@ -34,7 +33,8 @@ from connector.worker.transfer_thread import Copier, TransferThread
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import KvHandshake, KvRank
 
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+CLOCK_REPORT_S = 1.0
+"""Interval at which a rank on another host than the scheduler says what its clock shows, while steps are made."""
 MakeAgent = Callable[[str], TransferAgent]
 """Takes a name that is never used again."""
 
@@ -45,30 +45,13 @@ class RankHandshake(KVConnectorHandshakeMetadata):
 
     packed: bytes
     """A KvRank, msgpack."""
-    host: str
-    """``host_id`` of the rank's process."""
+    node: int
+    """Which of the engine's hosts the rank runs on; 0: its scheduler's."""
+    clock_s: float
+    """What the rank's monotonic clock shows."""
 
     def rank(self) -> KvRank:
         return msgspec.msgpack.decode(self.packed, type=KvRank)
-
-
-def host_id() -> str:
-    """Names this host, from its boot to its shutdown. Processes with equal ids share a monotonic clock."""
-    return BOOT_ID.read_text().strip()
-
-
-def refuse_other_hosts(ranks: Iterable[RankHandshake]) -> None:
-    """Raises UnsupportedEngine if a rank runs on another host than the scheduler.
-
-    The scheduler says on its own monotonic clock until when a lease may be read (``Read.until_s``), and another host's
-    clock may be hours behind.
-    """
-    own = host_id()
-    if any(one.host != own for one in ranks):
-        raise UnsupportedEngine(
-            "The Baton connector does not support ranks on several hosts: a rank's clock is not the "
-            "scheduler's. Use as many ranks as one host has devices, or WORKER_CONNECTOR=upstream."
-        )
 
 
 class ConnectorWorker:
@@ -81,6 +64,9 @@ class ConnectorWorker:
         self._cache = kv_cache_config
         self._beyond = max(beyond_boundaries(vllm_config, kv_cache_config))
         self._make_agent = make_agent
+        self._node = int(self._parallel.node_rank_within_dp)
+        self._clock_ahead_s = 0.0
+        self._clock_told_at = -math.inf
         self._scratch = np.zeros(PROBE_BYTES, dtype=np.uint8)
         self._memory: KvRank | None = None
         self._thread: TransferThread | None = None
@@ -107,7 +93,7 @@ class ConnectorWorker:
         own = Own(ReaderRank(self._memory, size), self._handshake(), scratch.base)
         read_memory = memory_reader(kv_caches)
         self._thread = TransferThread(
-            lambda: Copier(agent, own, time.monotonic, read_memory=read_memory), self._settings.copy_cores
+            lambda: Copier(agent, own, self._now, read_memory=read_memory), self._settings.copy_cores
         )
 
     def _handshake(self) -> KvHandshake:
@@ -128,12 +114,19 @@ class ConnectorWorker:
 
     def handshake_rank(self) -> RankHandshake | None:
         """What a peer must know of this rank's memory; None until it is registered."""
-        return RankHandshake(msgspec.msgpack.encode(self._memory), host_id()) if self._memory is not None else None
+        if self._memory is None:
+            return None
+        return RankHandshake(msgspec.msgpack.encode(self._memory), self._node, time.monotonic())
 
     def wake_on_results(self, wake: Callable[[], None]) -> None:
         """Call ``wake`` on the transfer thread after each report."""
         assert self._thread is not None
         self._thread.wake_on_results(wake)
+
+    def take_clock(self, ahead_s: Mapping[int, float]) -> None:
+        """Before orders: how far the clock of each further host is ahead of the scheduler's, at least."""
+        if self._node:
+            self._clock_ahead_s = ahead_s[self._node]
 
     def submit(self, orders: Orders) -> None:
         """Queue the step's orders; returns at once."""
@@ -142,7 +135,15 @@ class ConnectorWorker:
 
     def results(self, wait_s: float = 0.0) -> Results:
         """Results since the last call. If there are none, wait for at most ``wait_s``."""
-        return self._thread.take_results(wait_s) if self._thread is not None else Results()
+        results = self._thread.take_results(wait_s) if self._thread is not None else Results()
+        if self._node and (now := time.monotonic()) > self._clock_told_at + CLOCK_REPORT_S:
+            self._clock_told_at = now
+            results.clocks = {self._node: time.monotonic()}
+        return results
+
+    def _now(self) -> float:
+        """The scheduler's clock, or later: see ``NodeClocks``. It may go back, when more is known of it."""
+        return time.monotonic() - self._clock_ahead_s
 
     def close(self) -> None:
         """Disconnect from all peers; reads under way fail."""

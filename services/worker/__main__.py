@@ -36,7 +36,13 @@ def main() -> None:
 
     async def live(service: Service) -> None:
         nonlocal ending
-        here = msgspec.structs.replace(settings, kv_host=settings.kv_host or await own_address(common.nats_url))
+        if settings.node:
+            from services.worker.engines.vllm.follower import follow  # Only a further host of an engine imports it.
+
+            await follow(service, settings, common)
+            return
+        host = settings.meeting[0] if settings.nodes > 1 else await own_address(common.nats_url)
+        here = msgspec.structs.replace(settings, kv_host=settings.kv_host or host)
         os.environ.update(ucx_defaults(here.kv_host, os.environ))
         starter, late = starter_of(here, service.bus), late_reports(common, settings.worker_id)
         ending = await run_worker(service, here, common, starter, network_addresses, late)

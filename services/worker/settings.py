@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_address
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
@@ -102,6 +103,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     data_parallel_port: Annotated[int, msgspec.Meta(ge=0, le=65_535)] = 0
     """TCP port on loopback at which the engines of the group find each other; 0: rank 0 chooses a free one. Change it
     when a port must be known beforehand.
+    """
+    nodes: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+    """Hosts that share the ranks of a vLLM engine equally. Change it when one host has too few GPUs for the model."""
+    node: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Which of the engine's ``nodes`` this process is for: 0, the worker itself, or a further one, whose process has an
+    id of its own, runs its host's ranks and follows the worker. Change it when a host is a further one.
+    """
+    head_address: str = ""
+    """Where the hosts of an engine meet: address and port of node 0, such as ``10.0.0.1:29700``. Change it when
+    ``nodes`` is more than 1.
     """
     kv_cache_bytes: int = 0
     """Memory for KV blocks; 0: 256 MiB on CPU, vLLM's own choice on a GPU. Change it when a CPU engine serves long
@@ -207,6 +218,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 root_of(self.attach_url)
             except ValueError as error:
                 raise ValueError(f"WORKER_ATTACH_URL: {error}") from None
+        if self.nodes > 1 or self.node:
+            self._check_nodes()
         names = self.model_names
         if len(names) > NAMES_MAX:
             raise ValueError(f"WORKER_ALIASES: {len(names)} names are more than {NAMES_MAX}")
@@ -242,6 +255,38 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             if is_so:
                 raise ValueError(why)
 
+    def _check_nodes(self) -> None:
+        """Raises ValueError."""
+        if self.engine != "vllm" or self.connector != "baton" or self.role is Role.STORE:
+            raise ValueError(
+                "WORKER_NODES: only a vLLM engine with Baton's KV exchange can have several hosts; set it to 1"
+            )
+        if self.data_parallel_size > 1:
+            raise ValueError("WORKER_NODES: a data parallel group is on one host; set it to 1")
+        if self.node >= self.nodes:
+            raise ValueError(f"WORKER_NODE: the hosts of the engine are 0 to {self.nodes - 1}, by WORKER_NODES")
+        if self.ranks % self.nodes:
+            raise ValueError(
+                f"WORKER_NODES: {self.ranks} ranks (WORKER_TENSOR_PARALLEL_SIZE times WORKER_PIPELINE_PARALLEL_SIZE) "
+                f"cannot be shared out equally over {self.nodes} hosts"
+            )
+        try:
+            self.meeting  # noqa: B018  # It is read here, so that a mistake stops the process at once.
+        except ValueError:
+            raise ValueError(
+                f"WORKER_HEAD_ADDRESS: {self.head_address!r} is no address and port; write it as 10.0.0.1:29700, with "
+                "an address of node 0's host that the others reach"
+            ) from None
+
+    @property
+    def meeting(self) -> tuple[str, int]:
+        """Address and port of ``head_address``. Raises ValueError."""
+        parts = urlsplit(f"//{self.head_address}")
+        address = ip_address(parts.hostname or "")
+        if address.is_unspecified or not parts.port or parts.path or parts.username:
+            raise ValueError(self.head_address)
+        return str(address), parts.port
+
     @property
     def kv_address(self) -> str:
         """``kv_host``, or loopback where nothing has found one."""
@@ -251,6 +296,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def ranks(self) -> int:
         """Processes of the engine that compute, each with a GPU or CPU cores of its own."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def ranks_here(self) -> int:
+        """Those of them on this host."""
+        return self.ranks // self.nodes
 
     @property
     def model_names(self) -> list[str]:

@@ -89,7 +89,7 @@ def workers_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What vLLM reads from the environment is what a worker sets; jinja2 stays as it was."""
     before = dict(os.environ)
     os.environ.pop("VLLM_MEDIA_URL_ALLOW_REDIRECTS", None)
-    prepare_import(kv_host="127.0.0.1", model_is_local=True, one_host=True)
+    prepare_import(kv_host="127.0.0.1", model_is_local=True, rank_host="127.0.0.1")
     yield
     os.environ.clear()
     os.environ.update(before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shlex
@@ -111,6 +112,18 @@ class Host:
 
 def command(*arguments: str) -> None:
     subprocess.run(arguments, check=True, capture_output=True, timeout=COMMAND_S_MAX)
+
+
+@contextmanager
+def typing_on(host: Host) -> Iterator[None]:
+    """This process's connections, and its children, are that host's until the ``with`` block ends."""
+    setns = ctypes.CDLL(None, use_errno=True).setns
+    with Path("/proc/thread-self/ns/net").open() as before, Path(f"/run/netns/{host.namespace}").open() as there:
+        assert setns(there.fileno(), 0) == 0, os.strerror(ctypes.get_errno())
+        try:
+            yield
+        finally:
+            setns(before.fileno(), 0)
 
 
 @contextmanager

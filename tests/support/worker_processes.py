@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,13 +83,15 @@ def start_worker(
     *,
     environ: Mapping[str, str] | None = None,
     python: str = sys.executable,
+    through: Sequence[str] = (),
     **settings: str,
 ) -> WorkerProcess:
+    """``through``: a command that runs another one, such as on another host."""
     log = run_dir / f"{worker_id}.log"
     variables = {f"WORKER_{name.upper()}": value for name, value in settings.items()}
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [python, "-m", "services.worker"],
+            [*through, python, "-m", "services.worker"],
             env={
                 **os.environ,
                 "BATON_NATS_URL": nats_url,

@@ -8,12 +8,13 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from ipaddress import ip_address
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from services.launcher.system.options import ModelOptions, parse_bytes
+from services.launcher.system.options import ModelOptions, Span, parse_bytes
 from shared.contracts.ids import is_subject_token
 from shared.contracts.workers import Role
 from shared.text.formats import choices_of
@@ -119,6 +120,8 @@ class WorkersTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Pipeline stages of each worker, over which its GPUs are shared out equally."""
     data_parallel: Some = 1
     """Workers of each data parallel group, all on this host. ``count`` is of groups then."""
+    hosts: tuple[str, ...] = ()
+    """Further hosts, each with ``gpus_per_worker`` GPUs of each of these workers."""
 
 
 class HostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -184,7 +187,7 @@ def part_of(fleet: Fleet, name: str) -> HostPart:
     """What that host runs. Raises WrongFleetFile."""
     host = fleet.named(name)
     where = _title("host", 0, {"name": name})
-    used = dict.fromkeys(_model_of(fleet, row, where) for row in host.workers)
+    used = dict.fromkeys(_model_of(fleet, row, where) for row, _span in _rows_of(fleet, host))
     given = {**fleet.env, **host.env}
     return HostPart(
         name=name,
@@ -200,7 +203,8 @@ def part_of(fleet: Fleet, name: str) -> HostPart:
 def _model_options(fleet: Fleet, host: HostTable, model: str) -> ModelOptions:
     where = _title("host", 0, {"name": host.name})
     table = next((each for each in fleet.model if each.name == model), ModelTable(name=model))
-    of_model = [row for row in host.workers if _model_of(fleet, row, where) == model]
+    parts = [(row, span) for row, span in _rows_of(fleet, host) if _model_of(fleet, row, where) == model]
+    of_model = [row for row, _span in parts]
     rows = {row.role: row for row in of_model if row.role is not None}
     count = {role: rows[role].count if role in rows else 0 for role in Role}
     gpus = {role: rows[role].gpus_per_worker if role in rows else 1 for role in WHOLE_ENGINES}
@@ -227,7 +231,28 @@ def _model_options(fleet: Fleet, host: HostTable, model: str) -> ModelOptions:
         data_parallel=group[Role.BOTH],
         data_parallel_prefill=group[Role.PREFILL],
         data_parallel_decode=group[Role.DECODE],
+        spans={row.role: span for row, span in parts if span is not None and row.role is not None},
     )
+
+
+FIRST_MEETING_PORT = 29700
+"""Where the hosts of the fleet's first engine that has several meet."""
+
+
+def _rows_of(fleet: Fleet, host: HostTable) -> Iterator[tuple[WorkersTable, Span | None]]:
+    """The workers of the host, and those of others that have a part of their engines on it."""
+    port = FIRST_MEETING_PORT
+    for other in fleet.host:
+        for row in other.workers:
+            hosts = [other.name, *row.hosts]
+            if not row.hosts:
+                span = None
+            else:
+                node = hosts.index(host.name) if host.name in hosts else 0
+                span = Span(nodes=len(hosts), node=node, address=other.address, port=port)
+                port += row.count
+            if host.name in hosts:
+                yield row, span
 
 
 def _model_of(fleet: Fleet, row: WorkersTable, where: str) -> str:
@@ -266,15 +291,17 @@ def _check_models(fleet: Fleet) -> None:
     roles: dict[str, set[Role]] = {}
     for host in fleet.host:
         where = _title("host", 0, {"name": host.name})
-        here = [(_model_of(fleet, row, where), row.role) for row in host.workers]
+        here = [(_model_of(fleet, row, where), row.role) for row, _span in _rows_of(fleet, host)]
         for row in host.workers:
             _check_row(row, _model_of(fleet, row, where), f"{where} workers: ")
+            _check_span(fleet, host, row, f"{where} workers: ")
         _check_key_files(fleet, host, where)
         for model, role in here:
             if known and model not in known:
                 raise WrongFleetFile(f"{where} workers: {_unknown(model, known, 'a model of this file')}")
             if role is not None and here.count((model, role)) > 1:
-                raise WrongFleetFile(f"{where} workers: role {role.value!r} occurs twice for one model; use count")
+                twice = f"role {role.value!r} occurs twice for one model, here or among another host's further hosts"
+                raise WrongFleetFile(f"{where} workers: {twice}; use count")
             roles.setdefault(model, set()).add(role or Role.BOTH)
     if not roles:
         raise WrongFleetFile("[[host]] workers: no host has workers")
@@ -297,6 +324,29 @@ def _check_row(row: WorkersTable, model: str, where: str) -> None:
         raise WrongFleetFile(f"{where}model is missing: clients ask for the server's model by this name")
     if row.attach_key_file and not row.attach_key_file.startswith("/"):
         raise WrongFleetFile(f"{where}attach_key_file: write an absolute path, on that host")
+
+
+def _check_span(fleet: Fleet, host: HostTable, row: WorkersTable, where: str) -> None:
+    if not row.hosts:
+        return
+    if row.role not in WHOLE_ENGINES:
+        raise WrongFleetFile(f"{where}hosts: only engines have ranks on several hosts; leave it out")
+    if row.data_parallel > 1:
+        raise WrongFleetFile(f"{where}hosts: a data parallel group is on one host; leave out hosts or data_parallel")
+    known = [each.name for each in fleet.host]
+    for name in row.hosts:
+        if name not in known:
+            raise WrongFleetFile(f"{where}hosts: {_unknown(name, known, 'a host of this file')}")
+    if host.name in row.hosts or len(set(row.hosts)) < len(row.hosts):
+        raise WrongFleetFile(f"{where}hosts: name each further host once, and not {host.name!r} itself")
+    try:
+        is_ip = not ip_address(host.address).is_unspecified
+    except ValueError:
+        is_ip = False
+    if not is_ip:
+        raise WrongFleetFile(
+            f"{where}hosts: the others meet {host.name!r} at its address; give it one, such as 10.0.0.2"
+        )
 
 
 def _check_key_files(fleet: Fleet, host: HostTable, where: str) -> None:

@@ -154,6 +154,11 @@ def _check(part: HostPart) -> None:
             f'[[host]] "{part.name}" workers: data_parallel: the chart has a pod for each worker, and all workers of a '
             "data parallel group are on one host: start them with `baton up --config`, or leave data_parallel out"
         )
+    if any(model.spans for model in part.models):
+        raise WrongFleetFile(
+            f'[[host]] "{part.name}" workers: hosts: the chart has no engines over several nodes: leave it out, or run '
+            "this fleet with Slurm or baton join"
+        )
     try:
         if part.models:
             check(UpOptions(models=part.models, engine=part.engine, host_name=part.name, state_dir=""))

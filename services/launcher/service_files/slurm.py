@@ -44,7 +44,7 @@ def sbatch_file(fleet: Fleet, job: SlurmJob) -> str:
 
 def _check(fleet: Fleet) -> None:
     for host in fleet.host:
-        if host is not fleet.head and not host.workers:
+        if host is not fleet.head and not part_of(fleet, host.name).models:
             raise WrongFleetFile(f'[[host]] "{host.name}" workers: it has none, so its node would idle: leave it out')
 
 

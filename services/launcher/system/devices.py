@@ -120,12 +120,15 @@ def on_cores(cores: Sequence[int], ranks: int) -> Device:
     return Device(env={"WORKER_CPU_CORES": listed, RANKS: str(ranks)}, text=f"{text}, {ranks} ranks")
 
 
-def in_stages(device: Device, stages: int) -> Device:
-    """The device with its ranks shared out over pipeline stages, of which it has a multiple."""
-    if stages == 1 or RANKS not in device.env:  # Stores and attached workers have no engine.
+def in_stages(device: Device, stages: int, hosts: int) -> Device:
+    """The device, of which each of the engine's hosts has one, with the ranks of all shared out over pipeline stages;
+    they are a multiple of these.
+    """
+    if hosts == 1 and (stages == 1 or RANKS not in device.env):  # Stores and attached workers have no engine.
         return device
-    shared = ranks_in_stages(int(device.env[RANKS]), stages)
-    return replace(device, env={**device.env, **shared}, text=f"{device.text}, {stages} stages")
+    shared = ranks_in_stages(int(device.env.get(RANKS, "1")) * hosts, stages)
+    text = device.text + (f", {stages} stages" if stages > 1 else "") + (f", {hosts} hosts" if hosts > 1 else "")
+    return replace(device, env={**device.env, **shared}, text=text)
 
 
 def ranks_in_stages(ranks: int, stages: int) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
@@ -18,6 +19,19 @@ def parse_bytes(text: str) -> int:
     if not found:
         raise ValueError(f"{text!r} is not a size; write it like 512M or 2G")
     return int(float(found[1]) * UNITS[found[2]])
+
+
+class Span(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The part of one host in engines that have ranks on several."""
+
+    nodes: int
+    """Hosts of each engine."""
+    node: int
+    """This one's number; 0 has the workers."""
+    address: str
+    """Address of node 0."""
+    port: int
+    """At which the hosts of the first engine meet; those of the next one meet at the next port."""
 
 
 class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +72,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Prefill workers of each group; 0: ``data_parallel``."""
     data_parallel_decode: int = 0
     """Decode workers of each group; 0: ``data_parallel``."""
+    spans: Mapping[Role, Span] = msgspec.field(default_factory=dict)
+    """Roles whose engines have ranks on several hosts; ``gpus_per_worker`` counts those of one host."""
     sleep_after_s: float = 0.0
     """The model goes to sleep if it has no request for this long; 0: never by itself."""
     workers_min: int = 1
@@ -72,7 +88,11 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     def gpus_of(self, role: Role) -> int:
         own = {Role.PREFILL: self.gpus_per_prefill, Role.DECODE: self.gpus_per_decode}
-        return max(own.get(role, 0) or self.gpus_per_worker, self.stages_of(role))
+        return max(own.get(role, 0) or self.gpus_per_worker, -(-self.stages_of(role) // self.hosts_of(role)))
+
+    def hosts_of(self, role: Role) -> int:
+        """Hosts of each engine."""
+        return self.spans[role].nodes if role in self.spans else 1
 
     def stages_of(self, role: Role) -> int:
         own = {Role.PREFILL: self.pipeline_prefill, Role.DECODE: self.pipeline_decode}

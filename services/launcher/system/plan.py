@@ -20,7 +20,7 @@ from services.launcher.system.process_plan import (
     Stage,
     SystemPlan,
 )
-from shared.addresses import url_of
+from shared.addresses import host_port, url_of
 from shared.contracts.channels import Party
 from shared.contracts.ids import ALIAS_RULE, is_model_alias
 from shared.contracts.permissions import owner_of
@@ -202,8 +202,8 @@ def plan_workers(
     unused = [iter(each) for each in devices]
     workers = WorkerPlans(options, machine, base)
     plans = [
-        workers.plan(index, role, name, next(unused[index]))
-        for (index, role), name in zip(engines, names, strict=False)
+        workers.plan(index, role, name, next(unused[index]), engines[:number].count((index, role)))
+        for number, ((index, role), name) in enumerate(zip(engines, names, strict=False))
     ]
     plans = list(in_groups(plans, [options.models[index].group_of(role) for index, role in engines]))
     # Stores start last: they become ready only when engines are there.
@@ -237,11 +237,15 @@ class WorkerPlans:
     base: Mapping[str, str]
     """The environment of all workers."""
 
-    def plan(self, model: int, role: Role, name: str, device: Device) -> ProcessPlan:
-        """A worker of ``options.models[model]`` on its device."""
-        settings = worker_settings(self.options, self.options.models[model], self.base)
-        device = in_stages(device, self.options.models[model].stages_of(role))
+    def plan(self, model: int, role: Role, name: str, device: Device, nth: int = 0) -> ProcessPlan:
+        """A worker of ``options.models[model]`` on its device, or this host's part of one. ``nth``: of its role."""
+        of_model = self.options.models[model]
+        settings = worker_settings(self.options, of_model, self.base)
+        device = in_stages(device, of_model.stages_of(role), of_model.hosts_of(role))
         env = {**settings, "WORKER_WORKER_ID": name, "WORKER_ROLE": role.value, **device.env}
+        if span := of_model.spans.get(role):
+            env |= {"WORKER_NODES": str(span.nodes), "WORKER_NODE": str(span.node)}
+            env["WORKER_HEAD_ADDRESS"] = host_port(span.address, span.port + nth)
         if self.options.own_keys:
             env |= variables(self.options.keys_dir, owner_of(Party.WORKER, name))
         if self.options.awake_max and model >= self.options.awake_max and role is not Role.STORE:
@@ -336,11 +340,11 @@ def _check_gpus(model: ModelOptions, options: UpOptions) -> None:
             "--engine-args sets the number of ranks or stages, but `baton up` gives each worker its GPUs or cores: use "
             "--gpus-per-worker N, --pipeline N and --data-parallel N, or those for prefill and decode workers."
         )
-    if counts - {1} and options.engine == "simulated":
-        raise PlanRefused("Simulated engines have no ranks: leave out --gpus-per-worker and --pipeline.")
+    if (counts - {1} or model.spans) and options.engine == "simulated":
+        raise PlanRefused("Simulated engines have no ranks: leave out --gpus-per-worker, --pipeline and further hosts.")
     _check_groups(model, options)
     for role in model.roles:
-        gpus, stages = model.gpus_of(role), model.stages_of(role)
+        gpus, stages = model.gpus_of(role) * model.hosts_of(role), model.stages_of(role)
         if gpus % stages:
             raise PlanRefused(
                 f"{gpus} GPUs of a {role.value} worker cannot be shared out over {stages} pipeline stages: give it a "

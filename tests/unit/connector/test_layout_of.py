@@ -272,7 +272,6 @@ def test_quantised_kv_whose_scales_are_in_the_block_or_the_weights_is_served(mod
     [
         (lambda: engine(decode_context_parallel_size=2), "a block's tokens are spread over ranks"),
         (lambda: engine(prefill_context_parallel_size=2), "a block's tokens are spread over ranks"),
-        (lambda: engine(nnodes=2), "nnodes is 2: a lease ends at an instant of one host's clock"),
         (lambda: engine(kv_heads=6, tensor_parallel_size=4), "6 KV heads do not divide over 4"),
         (
             lambda: engine(windows("ChunkedLocalAttention", attention_chunk_size=64)),

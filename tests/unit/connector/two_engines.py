@@ -97,7 +97,7 @@ class ExchangingEngine(Engine):
             KvLayer(name=f"layer {number}", group=number, base=4096, block_stride=64, planes=[plane])
             for number in range(len(layout.groups))
         ]
-        self.side.describe([KvRank(rank=0, agent=b"", device="cpu", device_id=0, layers=layers)], blocks)
+        self.side.describe([KvRank(rank=0, agent=b"", device="cpu", device_id=0, layers=layers)], blocks, {})
         self.reads: list[Read] = []
         self.outputs: list = []
         self.steps: list[dict[str, int]] = []

@@ -115,6 +115,7 @@ INTERFACES = {
         "OutputProcessor.add_request OutputProcessor.process_outputs OutputProcessor.abort_requests "
         "RequestOutputCollector.put RequestOutputCollector.get_nowait RequestState"
     ),
+    "vllm/v1/executor/multiproc_executor.py": "MultiprocExecutor.__init__ MultiprocExecutor.start_worker_monitor",
     "vllm/v1/executor/uniproc_executor.py": "UniProcExecutor UniProcExecutor._init_executor",
     "vllm/v1/executor/abstract.py": "Executor.profile",
     "vllm/v1/kv_cache_interface.py": (

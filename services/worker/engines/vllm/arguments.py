@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 
 from connector.layout.engine_layout import UnsupportedEngine, config_refusals, refuse
 from services.worker.engines.port import Identity
 from services.worker.engines.vllm.cache_settings import retains_answers, typed_options
 from services.worker.settings import Settings
 from shared.contracts.workers import Fingerprint
+from shared.loopback import is_loopback
 from shared.sockets import free_port
 
 CPU_KV_BYTES = 256 * 1024 * 1024
@@ -48,14 +50,20 @@ def arguments(
     events: tuple[str, str],
     otlp_endpoint: str,
     media_hosts: frozenset[str] = frozenset(),
+    port: int = 0,
 ) -> list[str]:
-    """The arguments of ``vllm serve``. The operator's own come last and override the others."""
+    """The arguments of ``vllm serve``. The operator's own come last and override the others. ``port``: where the ranks
+    of several hosts meet.
+    """
     chosen = _chosen(settings, model, on_cpu=on_cpu, events=events, otlp_endpoint=otlp_endpoint)
     flags = ["--enable-prefix-caching", "--enable-prompt-tokens-details", "--disable-fastapi-docs"]
     flags += ["--enable-scale-out"]  # Token ids in and out.
     flags += ["--enable-logging-iteration-details"]  # Measured, not logged.
     flags += ["--enforce-eager"] if on_cpu else []
     flags += ["--enable-lora"] if settings.lora_dir or settings.lora_adapters else []
+    if settings.nodes > 1:
+        chosen |= {"--nnodes": str(settings.nodes), "--node-rank": str(settings.node)}
+        chosen |= {"--master-addr": settings.meeting[0], "--master-port": str(port)}
     typed = [part for name, value in chosen.items() if value for part in (name, value)]
     hosts = ["--allowed-media-domains", *(sorted(media_hosts) or [NO_MEDIA_HOST])]
     names = ["--served-model-name", *settings.model_names]
@@ -241,21 +249,32 @@ PARENT_PID = "_BATON_ENGINE_PARENT_PID"
 """Process id of the worker, for its EngineCore. Not a setting, hence the underscore."""
 
 
-ON_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-"""Keeps the ranks of an engine off the network, if they are on one host: Gloo listens on the address of its name."""
-
-
-def prepare_import(*, kv_host: str, model_is_local: bool, one_host: bool) -> None:
-    """Set defaults for what vLLM reads at import. The operator's values stay. ``one_host``: all ranks are on it."""
+def prepare_import(*, kv_host: str, model_is_local: bool, rank_host: str) -> None:
+    """Set defaults for what vLLM reads at import. The operator's values stay. ``rank_host``: address of this host for
+    the engine's other ranks; empty: vLLM's choice.
+    """
     os.environ[PARENT_PID] = str(os.getpid())
-    for name, value in import_defaults(kv_host, model_is_local=model_is_local, one_host=one_host).items():
+    for name, value in import_defaults(kv_host, model_is_local=model_is_local, rank_host=rank_host).items():
         os.environ.setdefault(name, value)
 
 
-def import_defaults(kv_host: str, *, model_is_local: bool, one_host: bool) -> dict[str, str]:
+def rank_network(address: str) -> dict[str, str]:
+    """Variables that keep what ranks say to each other on this address. Raises OSError if the host does not have it."""
+    if is_loopback(address):
+        name: str | None = "lo"
+    else:
+        named = (name for name, has in psutil.net_if_addrs().items() if any(one.address == address for one in has))
+        name = next(named, None)
+    if name is None:
+        raise OSError(f"no network device here has {address}: set WORKER_KV_HOST to an address of this host")
+    # Gloo listens on the address of its device.
+    return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name, "VLLM_HOST_IP": address}
+
+
+def import_defaults(kv_host: str, *, model_is_local: bool, rank_host: str) -> dict[str, str]:
     return {
         **({"HF_HUB_OFFLINE": "1"} if model_is_local else {}),
-        **(ON_LOOPBACK if one_host else {}),
+        **(rank_network(rank_host) if rank_host else {}),
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         # Full block hashes in KV events: their first 8 bytes go on the wire, and routers compute those too.
@@ -308,16 +327,19 @@ def cores_of_ranks(cores: list[int], ranks: int) -> str:
     each = len(cores) // ranks
     if not each:
         raise ValueError(
-            f"The engine has {ranks} ranks (WORKER_TENSOR_PARALLEL_SIZE times WORKER_PIPELINE_PARALLEL_SIZE), but "
-            f"{len(cores)} CPU cores, and each rank needs one: name more in WORKER_CPU_CORES or start fewer ranks"
+            f"The engine has {ranks} ranks here (WORKER_TENSOR_PARALLEL_SIZE times WORKER_PIPELINE_PARALLEL_SIZE, over "
+            f"WORKER_NODES), but {len(cores)} CPU cores, and each rank needs one: name more in WORKER_CPU_CORES or "
+            "start fewer ranks"
         )
     parts = [cores[rank * each : (rank + 1) * each] for rank in range(ranks)]
     return "|".join(",".join(str(core) for core in part) for part in parts)
 
 
-def bindings_of(cores: list[int], ranks: int) -> dict[str, str]:
-    """Environment variables that bind an engine's OpenMP threads. Raises ValueError as ``cores_of_ranks`` does."""
-    if ranks > 1:  # vLLM binds the threads of each rank's process.
+def bindings_of(cores: list[int], ranks: int, *, apart: bool) -> dict[str, str]:
+    """Environment variables that bind an engine's OpenMP threads. ``ranks``: on this host. ``apart``: each is a process
+    of its own. Raises ValueError as ``cores_of_ranks`` does.
+    """
+    if apart:  # vLLM binds the threads of each rank's process.
         return {"VLLM_CPU_OMP_THREADS_BIND": cores_of_ranks(cores, ranks)}
     return {
         "OMP_NUM_THREADS": str(len(cores)),

@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import lcm
 from pathlib import Path
@@ -46,6 +46,7 @@ from services.worker.engines.vllm.arguments import (
     refuse_unsupported,
 )
 from services.worker.engines.vllm.cache_settings import choose_cache_options, required_dtype, typed_options
+from services.worker.engines.vllm.nodes import Followers
 from services.worker.engines.vllm.profiler import VllmProfiler, configure_profiler
 from services.worker.kv_events import blocks_of_windows, narrow_windows
 from services.worker.settings import TINY_MODEL, Settings
@@ -55,6 +56,7 @@ from shared.contracts.kv_events import KvEvent
 from shared.contracts.workers import Fingerprint, HashScheme
 from shared.loopback import is_loopback
 from shared.runtime.settings import CommonSettings
+from shared.sockets import free_port
 
 if TYPE_CHECKING:
     from services.worker.engines.vllm.client import LegEngine
@@ -79,6 +81,8 @@ class Launch:
     run_dir: Path
     otlp_endpoint: str
     media_hosts: frozenset[str]
+    port: int = 0
+    """At which the ranks of several hosts meet."""
 
     @property
     def refusal_file(self) -> Path:
@@ -96,13 +100,9 @@ async def start_engine(
 ) -> Engine:
     """Start vLLM; half a minute on a CPU. ``report`` gets its progress. Raises EngineRefused, or what vLLM raises."""
     report("preparing the model")
-    is_tiny = settings.model == TINY_MODEL
-    model = str(await asyncio.to_thread(ensure_tiny_model, Path(common.cache_dir))) if is_tiny else settings.model
-    prepare_import(
-        kv_host=settings.kv_address,
-        model_is_local=model.startswith(("/", "./", "../")),
-        one_host=settings.connector == "baton" or is_loopback(settings.kv_address),  # Baton's refuses several.
-    )
+    model = await model_of(settings, common)
+    port = free_port(settings.meeting[0]) if settings.nodes > 1 else 0
+    followers = await Followers.gather(settings, identity.epoch, port, report) if settings.nodes > 1 else None
     run_dir = Path(tempfile.mkdtemp(prefix="baton-engine-"))
     launch = Launch(
         settings=settings,
@@ -111,17 +111,45 @@ async def start_engine(
         run_dir=run_dir,
         otlp_endpoint=common.otlp_endpoint,
         media_hosts=common.media_hosts,
+        port=port,
     )
     try:
         report("importing vLLM")
-        await in_daemon_thread("start-engine", _import_vllm)
-        return await _start(launch, report)
+        await import_engine(launch)
+        return await _start(launch, report, followers)
     except BaseException:
+        if followers is not None:
+            await followers.close()
         shutil.rmtree(run_dir, ignore_errors=True)
         raise
 
 
-def _kill_children() -> None:
+async def model_of(settings: Settings, common: CommonSettings) -> str:
+    """The model's path or name; the tiny one is made."""
+    if settings.model != TINY_MODEL:
+        return settings.model
+    return str(await asyncio.to_thread(ensure_tiny_model, Path(common.cache_dir)))
+
+
+async def import_engine(launch: Launch) -> None:
+    """Import vLLM with what it must find in the environment. Raises EngineRefused."""
+    settings = launch.settings
+    prepare_import(
+        kv_host=settings.kv_address,
+        model_is_local=launch.model.startswith(("/", "./", "../")),
+        rank_host=_rank_host(settings),
+    )
+    await in_daemon_thread("start-engine", _import_vllm)
+
+
+def _rank_host(settings: Settings) -> str:
+    """Address of this host for the engine's other ranks; empty: vLLM's choice."""
+    if settings.nodes > 1:
+        return settings.kv_address if settings.node else settings.meeting[0]
+    return "127.0.0.1" if settings.connector == "baton" or is_loopback(settings.kv_address) else ""
+
+
+def kill_children() -> None:
     """An engine that was still starting has processes that no object refers to."""
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -164,7 +192,7 @@ def _inspect_models_here() -> None:
     vllm.model_executor.models.registry._run_in_subprocess = lambda inspect: inspect()
 
 
-async def _start(launch: Launch, report: Callable[[str], None]) -> VllmEngine:
+async def _start(launch: Launch, report: Callable[[str], None], followers: Followers | None) -> VllmEngine:
     from vllm.platforms import current_platform
     from vllm.renderers.chat_utils import load_chat_template
 
@@ -176,21 +204,17 @@ async def _start(launch: Launch, report: Callable[[str], None]) -> VllmEngine:
         _inspect_models_here()
     source, meter = KvEventSource(launch.run_dir), EngineMeter()
     exchange = VllmExchange(launch.run_dir) if launch.settings.connector == "baton" else None
-    typed = arguments(
-        launch.settings,
-        launch.model,
-        on_cpu=current_platform.is_cpu(),
-        events=(source.endpoint, source.replay_endpoint),
-        otlp_endpoint=launch.otlp_endpoint,
-        media_hosts=launch.media_hosts,
-    )
+    typed = _arguments(launch, (source.endpoint, source.replay_endpoint))
     try:
         report("loading the model")
-        args, llm, fingerprinted, chosen = await in_daemon_thread(
+        constructing = in_daemon_thread(
             "start-engine",
             lambda: _construct(launch, typed, meter, notifications=exchange.endpoint if exchange else ""),
         )
+        args, llm, fingerprinted, chosen = await (followers.unless_lost(constructing) if followers else constructing)
         try:
+            if followers is not None:
+                followers.on_lost(llm.note_death)
             report("starting the OpenAI server")
             modules, args.lora_modules = args.lora_modules or (), None
             app = await _openai_app(llm, args, meter)
@@ -209,7 +233,7 @@ async def _start(launch: Launch, report: Callable[[str], None]) -> VllmEngine:
         source.close()
         if exchange is not None:
             exchange.close()
-        _kill_children()
+        kill_children()
         raise
     facts = _facts(
         llm.vllm_config,
@@ -227,6 +251,7 @@ async def _start(launch: Launch, report: Callable[[str], None]) -> VllmEngine:
         source,
         exchange,
         adapters,
+        followers,
         run_dir=launch.run_dir,
         trace_dir=launch.trace_dir,
         chat_template=load_chat_template(args.chat_template) or "",
@@ -238,42 +263,18 @@ def _construct(
     launch: Launch, typed: list[str], meter: EngineMeter, *, notifications: str
 ) -> tuple[Any, LegEngine, Fingerprint, list[str]]:
     """Blocks until the engine is ready. The texts say what was chosen for the model. Raises EngineRefused."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
 
     from services.worker.engines.vllm import decode_stream, grammar_process
     from services.worker.engines.vllm.client import LegEngine
     from services.worker.engines.vllm.engine_process import end_coordinator_with_parent
-    from services.worker.engines.vllm.fingerprint import fingerprint
     from services.worker.engines.vllm.grammar_trials import GrammarTrials, cpu_s_max
     from services.worker.engines.vllm.openai_app import without_prometheus
 
     decode_stream.install()
     args = _parsed(typed, launch.settings)
-    engine_args = AsyncEngineArgs.from_cli_args(args)
     with _threads(launch.settings):
-        try:
-            config, chosen = _configured(engine_args, launch.settings)
-        except UnsupportedEngine as unsupported:
-            raise EngineRefused(str(unsupported)) from None
-        except (ValueError, NotImplementedError) as error:
-            if has_failed_to_read(error):
-                raise
-            about = f"the model {launch.model} or its options, with WORKER_ENGINE_ARGS={launch.settings.engine_args!r}"
-            raise EngineRefused(f"vLLM refuses {about}: {refusal_of(error)}") from error
-        for text in chosen:
-            log.info("for this model: %s", text)
-        fingerprinted = fingerprint(config)
-        configure_connector(
-            config,
-            launch.settings,
-            launch.identity,
-            notifications=notifications,
-            grant_socket=new_socket_path(launch.run_dir),
-            fingerprint=fingerprinted,
-            refusal_file=launch.refusal_file,
-        )
-        configure_profiler(config, launch.trace_dir)
+        config, fingerprinted, chosen = _configuration(launch, args, notifications)
         generates = config.model_config.runner_type == "generate"
         trials = grammar_process.start(config) if generates else None
         if config.parallel_config.data_parallel_size > 1:
@@ -292,15 +293,71 @@ def _construct(
     return args, llm, fingerprinted, chosen
 
 
+@contextlib.contextmanager
+def configuration_of_ranks(launch: Launch) -> Iterator[Any]:
+    """VLLM's configuration for the ranks of a further host, and its threads while they start. Raises EngineRefused."""
+    args = _parsed(_arguments(launch, ("", "")), launch.settings)
+    with _threads(launch.settings):
+        yield _configuration(launch, args, notifications="")[0]
+
+
+def _arguments(launch: Launch, events: tuple[str, str]) -> list[str]:
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        _inspect_models_here()
+    return arguments(
+        launch.settings,
+        launch.model,
+        on_cpu=current_platform.is_cpu(),
+        events=events,
+        otlp_endpoint=launch.otlp_endpoint,
+        media_hosts=launch.media_hosts,
+        port=launch.port,
+    )
+
+
+def _configuration(launch: Launch, args: Any, notifications: str) -> tuple[Any, Fingerprint, list[str]]:
+    """VLLM's, with Baton's connector. The texts say what was chosen for the model. Raises EngineRefused."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from services.worker.engines.vllm.fingerprint import fingerprint
+
+    try:
+        config, chosen = _configured(AsyncEngineArgs.from_cli_args(args), launch.settings)
+    except UnsupportedEngine as unsupported:
+        raise EngineRefused(str(unsupported)) from None
+    except (ValueError, NotImplementedError) as error:
+        if has_failed_to_read(error):
+            raise
+        about = f"the model {launch.model} or its options, with WORKER_ENGINE_ARGS={launch.settings.engine_args!r}"
+        raise EngineRefused(f"vLLM refuses {about}: {refusal_of(error)}") from error
+    for text in chosen:
+        log.info("for this model: %s", text)
+    fingerprinted = fingerprint(config)
+    configure_connector(
+        config,
+        launch.settings,
+        launch.identity,
+        notifications=notifications,
+        grant_socket=new_socket_path(launch.run_dir),
+        fingerprint=fingerprinted,
+        refusal_file=launch.refusal_file,
+    )
+    configure_profiler(config, launch.trace_dir)
+    return config, fingerprinted, chosen
+
+
 def _configured(engine_args: Any, settings: Settings) -> tuple[Any, list[str]]:
     """What vLLM resolves, and what was chosen for the model. Raises UnsupportedEngine, and what vLLM raises."""
     from vllm.usage.usage_lib import UsageContext
 
     typed, chosen = typed_options(settings.engine_args), []
-    config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
+    is_headless = settings.node > 0
+    config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER, headless=is_headless)
     if dtype := required_dtype(config, typed):
         engine_args.dtype = dtype
-        config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
+        config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER, headless=is_headless)
         chosen.append(f"--dtype {dtype}, since a CPU computes gated delta nets in no other")
     refuse_unsupported(config, settings)
     if config.kv_transfer_config.kv_connector == OWN_CONNECTOR:
@@ -358,7 +415,7 @@ def _threads(settings: Settings) -> contextlib.AbstractContextManager[None]:
     if not current_platform.is_cpu():
         return contextlib.nullcontext()
     try:
-        bindings = bindings_of(parse_cores(settings.cpu_cores), settings.ranks)
+        bindings = bindings_of(parse_cores(settings.cpu_cores), settings.ranks_here, apart=settings.ranks > 1)
     except ValueError as error:
         raise EngineRefused(str(error)) from None
     return engine_threads(bindings)
@@ -439,6 +496,7 @@ class VllmEngine(Engine):
         source: KvEventSource,
         exchange: VllmExchange | None,
         adapters: LoadedAdapters | None,
+        followers: Followers | None,
         *,
         run_dir: Path,
         trace_dir: Path,
@@ -454,6 +512,7 @@ class VllmEngine(Engine):
         self._source = source
         self.exchange: VllmExchange | None = exchange
         self.adapters = adapters
+        self._followers = followers
         self.renderer = VllmRenderer(app, facts.hashing) if facts.renders else None
         self.profiler = VllmProfiler(llm, trace_dir)
         self._run_dir = run_dir
@@ -495,6 +554,8 @@ class VllmEngine(Engine):
 
     async def close(self, deadline_s: float) -> None:
         await asyncio.to_thread(self._llm.shutdown, timeout=deadline_s)
+        if self._followers is not None:
+            await self._followers.close()
         if self._llm.grammars is not None:
             self._llm.grammars.close()
         self._source.close()

@@ -6,13 +6,15 @@ import io
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from services.launcher.commands.fleet import show_fleet
 from services.launcher.fleet.fleet_file import Fleet, HostPart, WrongFleetFile, part_of, read_fleet_file
 from services.launcher.fleet.head import head_options
-from services.launcher.system.plan import plan_system, worker_names
+from services.launcher.system.options import UpOptions
+from services.launcher.system.plan import plan_system, plan_workers, worker_names
 from services.launcher.system.process_plan import Machine, Stage, SystemPlan
 from shared.contracts.workers import Role
 from tests.support.processes import ROOT
@@ -238,3 +240,71 @@ def test_the_address_of_the_head_host_can_be_given_later():
     with pytest.raises(WrongFleetFile, match="address is missing"):
         read_fleet_file(text)
     assert [host.address for host in read_fleet_file(text, "10.0.0.9").host] == ["10.0.0.9", ""]
+
+
+SPANNING = """
+[[model]]
+name = "A"
+
+[[host]]
+name = "one"
+address = "10.0.0.1"
+workers = [{ role = "prefill", gpus_per_worker = 2 }]
+
+[[host]]
+name = "two"
+address = "10.0.0.2"
+workers = [{ role = "decode", gpus_per_worker = 2, pipeline = 2, count = 2, hosts = ["three"] }]
+
+[[host]]
+name = "three"
+"""
+
+
+def test_an_engine_over_several_hosts_has_a_process_on_each():
+    fleet = read_fleet_file(SPANNING)
+
+    def of_host(name: str) -> dict[str, list[str]]:
+        options = UpOptions(models=part_of(fleet, name).models, host_name=name, state_dir="/s", join=True)
+        machine = msgspec.structs.replace(MACHINE, gpus=("0", "1", "2", "3"))
+        workers, _notes = plan_workers(options, machine, {}, [])
+        keys = ("NODES", "NODE", "HEAD_ADDRESS", "TENSOR_PARALLEL_SIZE", "PIPELINE_PARALLEL_SIZE", "ROLE")
+        return {each.name: [each.env.get(f"WORKER_{key}", "") for key in keys] for each in workers}
+
+    assert of_host("one") == {"one-prefill-1": ["", "", "", "2", "", "prefill"]}
+    assert of_host("two") == {
+        "two-decode-1": ["2", "0", "10.0.0.2:29700", "2", "2", "decode"],
+        "two-decode-2": ["2", "0", "10.0.0.2:29701", "2", "2", "decode"],
+    }
+    assert of_host("three") == {
+        "three-decode-1": ["2", "1", "10.0.0.2:29700", "2", "2", "decode"],
+        "three-decode-2": ["2", "1", "10.0.0.2:29701", "2", "2", "decode"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "why"),
+    [
+        ('["three"]', '["tree"]', "hosts: 'tree' is not a host of this file; did you mean 'three'?"),
+        ('["three"]', '["three", "two"]', "name each further host once, and not 'two' itself"),
+        ('["three"]', '["three", "three"]', "name each further host once"),
+        ('address = "10.0.0.2"\n', "", "the others meet 'two' at its address"),
+        ('"10.0.0.2"', '"two.local"', "the others meet 'two' at its address"),
+        ("count = 2", "data_parallel = 2", "hosts: a data parallel group is on one host"),
+        ('role = "decode"', 'role = "store"', "hosts: only engines have ranks on several hosts"),
+        (
+            'role = "decode", gpus_per_worker = 2, pipeline = 2, count = 2, hosts = ["three"]',
+            'role = "prefill", hosts = ["one"]',
+            "role 'prefill' occurs twice for one model",
+        ),
+        (
+            'name = "three"',
+            'name = "three"\nworkers = [{ role = "decode" }]',
+            "role 'decode' occurs twice for one model",
+        ),
+    ],
+)
+def test_an_engine_over_several_hosts_that_cannot_be_is_refused(before: str, after: str, why: str):
+    assert before in SPANNING
+    with pytest.raises(WrongFleetFile, match=re.escape(why)):
+        read_fleet_file(SPANNING.replace(before, after, 1))

@@ -356,7 +356,7 @@ def test_a_part_that_does_not_exist_is_refused(text: str):
 def test_the_engines_threads_are_set_up_for_its_process_only():
     before = dict(os.environ)
 
-    with engine_threads(bindings_of([2, 3], 1)):
+    with engine_threads(bindings_of([2, 3], 1, apart=False)):
         assert os.environ["OMP_NUM_THREADS"] == "2"
         assert os.environ["OMP_PLACES"] == "{2},{3}"
 
@@ -384,9 +384,9 @@ def test_stages_and_their_ranks_are_vllms_options():
 
 
 def test_ranks_divide_the_cores_equally():
-    assert bindings_of([0, 1, 2, 5, 6], 2) == {"VLLM_CPU_OMP_THREADS_BIND": "0,1|2,5"}
+    assert bindings_of([0, 1, 2, 5, 6], 2, apart=True) == {"VLLM_CPU_OMP_THREADS_BIND": "0,1|2,5"}
     with pytest.raises(ValueError, match=r"The engine has 3 ranks .* but 2 CPU cores"):
-        bindings_of([0, 1], 3)
+        bindings_of([0, 1], 3, apart=True)
 
 
 def test_ranks_of_a_cpu_engine_run_in_processes_of_their_own():
@@ -411,9 +411,27 @@ def test_a_foreign_address_is_refused_with_advice():
         free_port("192.0.2.1")
 
 
-@pytest.mark.parametrize("one_host", [True, False])
-def test_ranks_on_one_host_meet_on_loopback(one_host: bool):
+@pytest.mark.parametrize(("rank_host", "device"), [("127.0.0.1", "lo"), ("", None)])
+def test_ranks_on_one_host_meet_on_loopback(rank_host: str, device: str | None):
     """Gloo would listen on the address that the host's name has, NCCL on a network card."""
-    made = import_defaults("127.0.0.1", model_is_local=True, one_host=one_host)
+    made = import_defaults("127.0.0.1", model_is_local=True, rank_host=rank_host)
 
-    assert [made.get(f"{name}_SOCKET_IFNAME") for name in ("GLOO", "NCCL")] == ["lo" if one_host else None] * 2
+    assert [made.get(f"{name}_SOCKET_IFNAME") for name in ("GLOO", "NCCL")] == [device] * 2
+    assert made.get("VLLM_HOST_IP") == (rank_host or None)
+
+
+def test_an_address_of_another_host_is_refused_with_the_settings_to_look_at():
+    with pytest.raises(OSError, match=r"no network device here has 192\.0\.2\.1: set WORKER_KV_HOST"):
+        import_defaults("127.0.0.1", model_is_local=True, rank_host="192.0.2.1")
+
+
+def test_the_hosts_of_an_engine_are_arguments():
+    made = dict(pairwise(arguments(of_two_hosts(), "m", on_cpu=True, events=("e", "r"), otlp_endpoint="", port=55)))
+
+    named = ("--nnodes", "--node-rank", "--master-addr", "--master-port", "--distributed-executor-backend")
+    assert [made[name] for name in named] == ["2", "1", "10.0.0.1", "55", "mp"]
+    assert "--nnodes" not in arguments(Settings(), "m", on_cpu=True, events=("e", "r"), otlp_endpoint="")
+
+
+def of_two_hosts() -> Settings:
+    return Settings(nodes=2, node=1, pipeline_parallel_size=2, head_address="10.0.0.1:29700")
