@@ -137,3 +137,43 @@ def test_the_readme_as_it_is_moves_kv_between_two_hosts(hosts: tuple[Host, Host]
             before = two.link_bytes()
             until(lambda: served_by(one, key) == BOTH, "a request uses both hosts")
             assert two.link_bytes() - before >= KV_BYTES_MIN
+
+
+SPANNING = """
+[[host]]
+name = "one"
+address = "10.0.0.1"
+cores = [0, 1]
+workers = [{ role = "prefill" }, { role = "decode", pipeline = 2, hosts = ["two"] }]
+
+[[host]]
+name = "two"
+cores = [1]
+"""
+ON_BOTH = ["one-prefill-1", "one-decode-1"]
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(2400)
+def test_an_engine_over_both_hosts_ends_with_the_link_and_comes_back_by_itself(hosts: tuple[Host, Host]):
+    """With vLLM: the first stage of the decode engine is on one host, and the second one on the other."""
+    one, two = hosts
+    readme = page()
+    (one.folder / "fleet.toml").write_text(SPANNING)
+
+    with one.running(readme.up):
+        one.wait_said("one-prefill-1  ready", ENGINES_START_S_MAX)
+        one.run(readme.token)
+        (two.folder / "two.token").write_text((one.folder / "two.token").read_text())
+        with two.running(readme.join):
+            two.wait_said("two-decode-1 joined", ENGINES_START_S_MAX)
+            one.wait_said("Baton is ready", ENGINES_START_S_MAX)
+            [key] = re.findall(r"shown only once:\n(\S+)", one.said())
+            until(lambda: served_by(one, key) == ON_BOTH, "a request uses both hosts")
+
+            two.set_link("down")
+            until(lambda: workers(one).get("one-decode-1") != "ready", "the engine is lost", LOST_S_MAX)
+            two.set_link("up")
+            until(lambda: workers(one).get("one-decode-1") == "ready", "the engine is back", ENGINES_START_S_MAX)
+            until(lambda: served_by(one, key) == ON_BOTH, "a request uses both hosts again", LOST_S_MAX)
+            print(one.run(f"{BATON} doctor || true"))

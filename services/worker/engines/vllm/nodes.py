@@ -86,18 +86,19 @@ class Followers:
             followers._server = await asyncio.start_server(followers._on_hello, host, own_port, limit=LINE_BYTES_MAX)
         except OSError as error:
             raise EngineRefused(f"WORKER_HEAD_ADDRESS={settings.head_address}: cannot listen there: {error}") from error
-        report(f"waiting for {settings.nodes - 1} further hosts at {settings.head_address}")
+        missing = "1 further host" if settings.nodes == 2 else f"{settings.nodes - 1} further hosts"
+        report(f"waiting for {missing} at {settings.head_address}")
         try:
             async with asyncio.timeout(GATHER_S_MAX):
                 await followers._all_came.wait()
             for writer in followers._writers.values():
                 _send(writer, followers._welcome)
         except TimeoutError:
-            missing = sorted(set(range(1, settings.nodes)) - followers._writers.keys())
+            node = min(set(range(1, settings.nodes)) - followers._writers.keys())
             await followers.close()
             raise EngineRefused(
-                f"node {missing[0]} of {settings.nodes} has not come to {settings.head_address}: on its host, start a "
-                f"worker with the same settings and WORKER_NODE={missing[0]}"
+                f"node {node} of {settings.nodes} has not come to {settings.head_address}: on its host, start a "
+                f"worker with the same settings and WORKER_NODE={node}"
             ) from None
         except BaseException:
             await followers.close()
