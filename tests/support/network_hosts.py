@@ -116,7 +116,9 @@ def command(*arguments: str) -> None:
 
 @contextmanager
 def typing_on(host: Host) -> Iterator[None]:
-    """This process's connections, and its children, are that host's until the ``with`` block ends."""
+    """This process's connections are that host's until the ``with`` block ends. Its children see this machine's devices
+    in ``/sys`` all the same: start what looks there with ``Host.arguments``.
+    """
     setns = ctypes.CDLL(None, use_errno=True).setns
     with Path("/proc/thread-self/ns/net").open() as before, Path(f"/run/netns/{host.namespace}").open() as there:
         assert setns(there.fileno(), 0) == 0, os.strerror(ctypes.get_errno())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,10 +48,8 @@ class Running:
     follower: WorkerProcess
 
     def start(self, node: int) -> WorkerProcess:
-        through: Sequence[str] = ()
-        if node:
-            clock = f"unshare --time --monotonic {AHEAD_S} --fork --kill-child"
-            through = [*self.hosts[1].arguments(clock)]
+        clock = f"unshare --time --monotonic {AHEAD_S} --fork --kill-child" if node else ""
+        through = self.hosts[node].arguments(clock)
         folder = self.folder / f"node-{node}-{time.monotonic_ns()}"
         folder.mkdir()
         settings = {"role": "both", "node": str(node), "cpu_cores": str(node), **self.settings}

@@ -553,6 +553,8 @@ class VllmEngine(Engine):
         return str(self._llm.dead_error)
 
     async def close(self, deadline_s: float) -> None:
+        if self._followers is not None and self._followers.lost.done():
+            kill_children()  # They wait for the ranks of a host that is gone.
         await asyncio.to_thread(self._llm.shutdown, timeout=deadline_s)
         if self._followers is not None:
             await self._followers.close()
