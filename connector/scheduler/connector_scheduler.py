@@ -91,7 +91,7 @@ class StepOrders(KVConnectorMetadata):
     wait_s: float = 0.0
     """How long the worker role waits at the end of the step for a result."""
     clock_ahead_s: dict[int, float] = field(default_factory=dict)
-    """For each further host of the engine: how far its clock is ahead of the scheduler's at least."""
+    """How far the clock of each further host of the engine is ahead of the scheduler's, at least."""
 
 
 NO_ORDERS = StepOrders()

@@ -15,7 +15,7 @@ KEPT_S = 60.0
 
 
 class NodeClocks:
-    """By node, a host's number in its engine."""
+    """Nodes are the numbers of hosts in their engine."""
 
     def __init__(self) -> None:
         self._heard: dict[int, tuple[float, float]] = {}
@@ -29,7 +29,7 @@ class NodeClocks:
             self._heard[node] = (ahead_s, now)
 
     def ahead_s(self, now: float) -> dict[int, float]:
-        """By how many seconds each clock is ahead at least; negative for one behind."""
+        """How many seconds each node's clock is ahead, at least; negative for one behind."""
         return {node: _bound(known, now) for node, known in self._heard.items()}
 
 

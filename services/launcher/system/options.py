@@ -31,7 +31,7 @@ class Span(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     address: str
     """Address of node 0."""
     port: int
-    """At which the hosts of the first engine meet; those of the next one meet at the next port."""
+    """The hosts of the first engine meet here; those of the next one meet at the next port."""
 
 
 class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):

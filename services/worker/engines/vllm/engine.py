@@ -82,7 +82,7 @@ class Launch:
     otlp_endpoint: str
     media_hosts: frozenset[str]
     port: int = 0
-    """At which the ranks of several hosts meet."""
+    """The ranks of several hosts meet here; 0: all are on one."""
 
     @property
     def refusal_file(self) -> Path:

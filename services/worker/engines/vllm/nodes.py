@@ -42,7 +42,7 @@ class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     node: int
     settings: dict[str, str]
-    """As ``shared_settings`` has them."""
+    """What ``shared_settings`` returns there."""
 
 
 class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -50,7 +50,7 @@ class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     epoch: int = 0
     port: int = 0
-    """At which the ranks meet, at the worker's address."""
+    """The ranks meet here, at the worker's address."""
     role: Role = Role.BOTH
     refusal: str = ""
     is_final: bool = False
