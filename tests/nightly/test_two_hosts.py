@@ -176,4 +176,4 @@ def test_an_engine_over_both_hosts_ends_with_the_link_and_comes_back_by_itself(h
             two.set_link("up")
             until(lambda: workers(one).get("one-decode-1") == "ready", "the engine is back", ENGINES_START_S_MAX)
             until(lambda: served_by(one, key) == ON_BOTH, "a request uses both hosts again", LOST_S_MAX)
-            print(one.run(f"{BATON} doctor || true"))
+            assert json.loads(one.run(f"{BATON} doctor --json"))["errors"] == 0
