@@ -38,7 +38,7 @@ def main() -> None:
     settings = load(Settings, "WORKER_")
     is_tiny = settings.model == TINY_MODEL
     model = str(ensure_tiny_model(Path(load_common().cache_dir))) if is_tiny else settings.model
-    prepare_import(kv_host=settings.kv_address, model_is_local=True, one_host=True)
+    prepare_import(kv_host=settings.kv_address, model_is_local=True, rank_host="127.0.0.1")
 
     import uvloop
     import vllm.v1.engine.async_llm  # noqa: F401  # loads OpenMP before it would read the engine's variables
