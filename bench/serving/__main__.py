@@ -47,9 +47,9 @@ TTFT_TIMES, TPOT_TIMES = 5.0, 3.0
 ALONE_REQUESTS, ALONE_TOKENS = 3, 16
 IDLE_S = 3.0
 ROUNDS_MIN = 2
+"""With fewer, a figure has no interval."""
 HANDED_OVER_MIN = 0.9
 """Share of a run's requests of a system that hands every prompt over whose KV must have moved."""
-"""With fewer, a figure has no interval."""
 CLIENT = [sys.executable, "-m", "bench.serving.client"]
 
 
