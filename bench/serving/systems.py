@@ -23,6 +23,7 @@ from bench.peer_checks import RunFailed
 from bench.peer_routers import PEERS, Peer
 from services.launcher.system.devices import engines_for
 from services.launcher.system.machine import describe_machine
+from services.router.telemetry.request_log import REPORT_S
 from tests.outside.suite import end_tree
 from tests.outside.suites.vllm_sources import sources
 from tests.support.nats_server import free_port
@@ -308,6 +309,7 @@ def processes_of(system: System) -> dict[str, list[psutil.Process]]:
 
 
 def counts_of(system: System) -> Counts:
+    time.sleep(2 * REPORT_S)  # Until then routers report the last handoffs.
     metrics = system.settled_metrics()
     return Counts(
         metrics.sum("baton_worker_prompt_tokens_total", source="computed"),
