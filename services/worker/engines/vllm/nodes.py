@@ -14,6 +14,7 @@ import logging
 import socket
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from hashlib import blake2b
 from typing import Any, Self, TypeVar
 
 import msgspec
@@ -35,6 +36,7 @@ CONNECT_S_MAX = 5.0
 SILENT_S, PROBE_S, PROBES = 2, 1, 4
 """A connection on which nothing comes is probed, and is broken when no probe is answered."""
 LINE_BYTES_MAX = 1 << 16
+DIGEST_BYTES = 8
 
 
 class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -58,9 +60,13 @@ class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def shared_settings(settings: Settings) -> dict[str, str]:
-    """The settings that all hosts of an engine must have in common, as texts."""
+    """Digests of the settings that all hosts of an engine must have in common: the connection is not encrypted."""
     fields = msgspec.structs.asdict(settings)
-    return {name: str(value) for name, value in fields.items() if name not in OF_ONE_HOST}
+    return {
+        name: blake2b(str(value).encode(), digest_size=DIGEST_BYTES).hexdigest()
+        for name, value in fields.items()
+        if name not in OF_ONE_HOST
+    }
 
 
 class Followers:
@@ -161,9 +167,9 @@ class Followers:
             name for name in own.keys() | hello.settings.keys() if own.get(name) != hello.settings.get(name)
         )
         if differing:
-            name = differing[0]
-            why = f"WORKER_{name.upper()} is {hello.settings.get(name)!r}, but on the worker's host {own.get(name)!r}"
-            return Welcome(refusal=f"{why}: all hosts of an engine need the same", is_final=True)
+            names = ", ".join(f"WORKER_{name.upper()}" for name in differing)
+            why = f"{names}: all hosts of an engine need the same, but node {hello.node} has another than the worker"
+            return Welcome(refusal=why, is_final=True)
         if not 1 <= hello.node < self._settings.nodes:
             return Welcome(
                 refusal=f"there is no node {hello.node}: write 1 to {self._settings.nodes - 1}", is_final=True
