@@ -111,7 +111,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     id of its own, runs its host's ranks and follows the worker. Change it when a host is a further one.
     """
     head_address: str = ""
-    """Where the hosts of an engine meet: address and port of node 0, such as ``10.0.0.1:29700``. Change it when
+    """Where the hosts of an engine meet: address and port of node 0, such as ``10.0.0.1:9700``. Change it when
     ``nodes`` is more than 1.
     """
     kv_cache_bytes: int = 0
@@ -274,7 +274,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             self.meeting  # noqa: B018  # It is read here, so that a mistake stops the process at once.
         except ValueError:
             raise ValueError(
-                f"WORKER_HEAD_ADDRESS: {self.head_address!r} is no address and port; write it as 10.0.0.1:29700, with "
+                f"WORKER_HEAD_ADDRESS: {self.head_address!r} is no address and port; write it as 10.0.0.1:9700, with "
                 "an address of node 0's host that the others reach"
             ) from None
 

@@ -235,8 +235,8 @@ def _model_options(fleet: Fleet, host: HostTable, model: str) -> ModelOptions:
     )
 
 
-FIRST_MEETING_PORT = 29700
-"""Where the hosts of the fleet's first engine that has several meet."""
+FIRST_MEETING_PORT = 9700
+"""Where the hosts of the fleet's first engine that has several meet: below the ports that engines choose themselves."""
 
 
 def _rows_of(fleet: Fleet, host: HostTable) -> Iterator[tuple[WorkersTable, Span | None]]:
@@ -245,14 +245,11 @@ def _rows_of(fleet: Fleet, host: HostTable) -> Iterator[tuple[WorkersTable, Span
     for other in fleet.host:
         for row in other.workers:
             hosts = [other.name, *row.hosts]
-            if not row.hosts:
-                span = None
-            else:
-                node = hosts.index(host.name) if host.name in hosts else 0
-                span = Span(nodes=len(hosts), node=node, address=other.address, port=port)
-                port += row.count
             if host.name in hosts:
-                yield row, span
+                node = hosts.index(host.name)
+                span = Span(nodes=len(hosts), node=node, address=other.address, port=port)
+                yield row, span if row.hosts else None
+            port += row.count if row.hosts else 0
 
 
 def _model_of(fleet: Fleet, row: WorkersTable, where: str) -> str:

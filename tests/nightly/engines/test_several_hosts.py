@@ -35,7 +35,7 @@ AHEAD_S = 86_400
 LOST_S_MAX = 10.0
 """From the loss of a part of the engine to the end of its legs and of its worker."""
 BACK_S_MAX = 240.0
-MEETING = f"{ADDRESSES[0]}:29700"
+MEETING = f"{ADDRESSES[0]}:9700"
 
 
 @dataclass

@@ -12,10 +12,10 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -27,10 +27,10 @@ from services.worker.network import own_address, ucx_defaults
 from services.worker.settings import Settings
 from shared.contracts.control import ServicePhase
 from shared.contracts.ids import WorkerId
+from shared.deadline import unless
 from shared.runtime.service import Service
 from shared.runtime.settings import CommonSettings
 
-T = TypeVar("T")
 log = logging.getLogger("baton.worker")
 
 RETRY_S = 1.0
@@ -41,29 +41,18 @@ async def follow(service: Service, settings: Settings, common: CommonSettings) -
     when the engine has ended.
     """
     try:
-        membership = await _unless_stopped(_joined(service, settings), service)
+        membership = await unless(service.stopping, _joined(service, settings))
         if membership is None:
             return
         service.set_phase(ServicePhase.STARTING, "the worker has come: loading the model")
         run_dir = Path(tempfile.mkdtemp(prefix="baton-ranks-"))
         try:
-            await _unless_stopped(_until_dead(service, settings, common, membership, run_dir), service)
+            await unless(service.stopping, _until_dead(service, settings, common, membership, run_dir))
         finally:
             membership.close()
             shutil.rmtree(run_dir, ignore_errors=True)
     finally:
         kill_children()
-
-
-async def _unless_stopped(work: Coroutine[Any, Any, T], service: Service) -> T | None:
-    """The result of the work; None if the process is told to stop before."""
-    working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(service.stopping.wait())
-    try:
-        await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
-    finally:
-        working.cancel()
-        stopping.cancel()
 
 
 async def _joined(service: Service, settings: Settings) -> Membership:

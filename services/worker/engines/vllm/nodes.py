@@ -1,7 +1,7 @@
 """Keeps the parts of an engine together whose ranks run on several hosts.
 
-The worker runs on the first host. On each further host another process has that host's ranks only
-(``follower``). It connects to the worker, which checks that both have the same settings and says where the ranks meet.
+The worker runs on the first host. On each further host another process has that host's ranks only (``follower``).
+It connects to the worker, which checks that both have the same settings and says where the ranks meet.
 The connection stays open while the engine lives, and carries nothing more: when it breaks, both ends end their part of
 the engine. Nothing else would tell: an idle rank waits for its next step for ever, and a step for a rank that is gone
 for minutes.
@@ -78,9 +78,7 @@ class Followers:
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._serving: set[asyncio.Task[None]] = set()
         self._all_came = asyncio.Event()
-        self._listeners: list[Callable[[str], None]] = []
         self._server: asyncio.Server
-        self.port = port
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Why the engine cannot go on, once a host is gone."""
 

@@ -273,12 +273,12 @@ def test_an_engine_over_several_hosts_has_a_process_on_each():
 
     assert of_host("one") == {"one-prefill-1": ["", "", "", "2", "", "prefill"]}
     assert of_host("two") == {
-        "two-decode-1": ["2", "0", "10.0.0.2:29700", "2", "2", "decode"],
-        "two-decode-2": ["2", "0", "10.0.0.2:29701", "2", "2", "decode"],
+        "two-decode-1": ["2", "0", "10.0.0.2:9700", "2", "2", "decode"],
+        "two-decode-2": ["2", "0", "10.0.0.2:9701", "2", "2", "decode"],
     }
     assert of_host("three") == {
-        "three-decode-1": ["2", "1", "10.0.0.2:29700", "2", "2", "decode"],
-        "three-decode-2": ["2", "1", "10.0.0.2:29701", "2", "2", "decode"],
+        "three-decode-1": ["2", "1", "10.0.0.2:9700", "2", "2", "decode"],
+        "three-decode-2": ["2", "1", "10.0.0.2:9701", "2", "2", "decode"],
     }
 
 

@@ -434,4 +434,4 @@ def test_the_hosts_of_an_engine_are_arguments():
 
 
 def of_two_hosts() -> Settings:
-    return Settings(nodes=2, node=1, pipeline_parallel_size=2, head_address="10.0.0.1:29700")
+    return Settings(nodes=2, node=1, pipeline_parallel_size=2, head_address="10.0.0.1:9700")
