@@ -28,12 +28,14 @@ from services.launcher.commands.options import (
 )
 
 if TYPE_CHECKING:  # What simulates is imported when it runs: without a workload the command is as quick as others.
+    from replay.capacity.layouts import Layout
     from replay.capacity.plan import Inputs
     from replay.capacity.speeds import EngineSpeeds
     from replay.capacity.trial import Runner, Target
     from replay.capacity.workload import Workload
     from replay.profile import Profile
     from replay.split import Split
+    from shared.contracts.workers import Role
 
 RUNNING = "running"
 """Stands for a file: the speeds that the running system has measured."""
@@ -49,6 +51,8 @@ EPILOG = """[bold]Examples[/]
 [cyan]baton plan --trace requests.jsonl --gpus 8 --ttft 2 --itl 0.05 --picture plan.png[/]   enough?
 
 [cyan]baton plan --rate 5/s --prompt 2000 --output 300 --speeds running[/]   how many GPUs?
+
+[cyan]baton plan --rate 5/s --profile 70b --layout prefill=TP4xPP2 --layout decode=TP8 --gpus 24[/]   other layouts
 
 [cyan]baton plan[/]   what the running system's planner decided and why
 
@@ -119,6 +123,12 @@ ExportSpeedsOption = Annotated[
     Path | None,
     typer.Option(help="Write the speeds that the running system has measured, and exit.", rich_help_panel=ENGINES),
 ]
+LayoutOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="GPUs of a worker: TP4xPP2 for all, or decode=TP1xDP8 for a role. Repeatable.", rich_help_panel=ENGINES
+    ),
+]
 SplitOption = Annotated[
     list[str] | None,
     typer.Option(help="Try only this one, such as 3P+1D, 4B or 2P+1D+1B. Repeatable.", rich_help_panel=SEARCH),
@@ -154,6 +164,7 @@ def plan(  # noqa: PLR0913, PLR0917  # one parameter per option is how the comma
     speeds: SpeedsOption = "",
     gpus_per_worker: GpusPerWorkerOption = 0,
     model: ModelOption = "",
+    layout: LayoutOption = None,
     export_speeds: ExportSpeedsOption = None,
     split: SplitOption = None,
     sample: SampleOption = SAMPLE,
@@ -190,6 +201,7 @@ def plan(  # noqa: PLR0913, PLR0917  # one parameter per option is how the comma
         )
     from replay.capacity.plan import Inputs
 
+    by_role, layouts = layouts_of(layout or [], profile, measured)
     inputs = Inputs(
         workload=workload,
         profile=engine_of(profile, measured),
@@ -198,13 +210,13 @@ def plan(  # noqa: PLR0913, PLR0917  # one parameter per option is how the comma
         gpus_per_worker=gpus_per_worker or (measured.gpus if measured is not None else GPUS[profile]),
         target=target_of(ttft, itl, share),
         sample=sample,
+        by_role=by_role,
+        layouts=layouts,
     )
-    carry_out(inputs, workers_of(gpus, inputs.gpus_per_worker, chosen), chosen, jobs, picture, json=json)
+    carry_out(inputs, size_of(gpus, inputs, chosen), chosen, jobs, picture, json=json)
 
 
-def carry_out(
-    inputs: Inputs, workers: int, chosen: list[Split], jobs: int, picture: Path | None, *, json: bool
-) -> None:
+def carry_out(inputs: Inputs, size: int, chosen: list[Split], jobs: int, picture: Path | None, *, json: bool) -> None:
     """Search, and show the result."""
     from replay.capacity.plan import Impossible, case_of, make_plan
     from replay.capacity.report import draw
@@ -213,7 +225,7 @@ def carry_out(
     try:
         case, notes = case_of(inputs)
         with runner(case, jobs or cores()) as run, progress(run) as phase:
-            found = make_plan(inputs, notes, run, workers, chosen, phase)
+            found = make_plan(inputs, notes, run, size, chosen, phase)
     except Impossible as error:
         fail(str(error))
     if json:
@@ -330,21 +342,26 @@ def splits_of(texts: list[str]) -> list[Split]:
         chosen = [split_of(text) for text in texts]
     except SplitError as error:
         fail(f"--split: {error}.")
-    if len({one.workers for one in chosen}) > 1:
-        fail("All splits to compare must have as many workers.")
     return chosen
 
 
-def workers_of(gpus: int, gpus_per_worker: int, chosen: list[Split]) -> int:
-    """Workers that the GPUs are enough for; 0: to be found."""
-    workers = gpus // gpus_per_worker
-    if gpus and not workers:
-        fail(f"A worker needs {_gpus(gpus_per_worker)}; --gpus says {gpus}.")
+def size_of(gpus: int, inputs: Inputs, chosen: list[Split]) -> int:
+    """Size of the fleet in ``inputs.unit``, for which the GPUs are enough; 0: to be found."""
+    cost, unit = inputs.cost, inputs.unit
+    sizes = {one.times(cost) for one in chosen}
+    if len(sizes) > 1 and not inputs.layouts:
+        fail("All splits to compare must have as many workers.")
+    least = unit * min(cost.both, cost.prefill + cost.decode)
+    if 0 < gpus < least:
+        fail(f"A worker needs {_gpus(least)}; --gpus says {gpus}.")
     if not chosen:
-        return workers
-    if gpus and workers != chosen[0].workers:
-        fail(f"{_gpus(gpus)} are {workers} workers, and the splits have {chosen[0].workers}.")
-    return chosen[0].workers
+        return gpus // unit
+    size = max(sizes)
+    if gpus and inputs.layouts and size > gpus // unit:
+        fail(f"A split needs {_gpus(size * unit)}; --gpus says {gpus}.")
+    if gpus and not inputs.layouts and size != gpus // unit:
+        fail(f"{_gpus(gpus)} are {gpus // unit} workers, and the splits have {size}.")
+    return size
 
 
 def _gpus(count: int) -> str:
@@ -373,6 +390,27 @@ def engine_of(profile: ProfileName, measured: EngineSpeeds | None) -> Profile:
         return profile_of(measured, base) if measured is not None else base
     except SpeedsError as error:
         fail(str(error))
+
+
+def layouts_of(
+    texts: list[str], profile: ProfileName, measured: EngineSpeeds | None
+) -> tuple[dict[Role, Profile], dict[Role, Layout]]:
+    """The engine and the layout of each role; exits with the reason where there is none."""
+    from replay.capacity.layouts import SHAPES, Layout, LayoutError, laid_out, layouts_of
+    from replay.profile import PROFILES
+    from shared.contracts.workers import Role
+
+    if not texts:
+        return {}, {}
+    if measured is not None:
+        fail("--layout: measured speeds are of the layout that they were measured with. Leave out one of the two.")
+    shape = SHAPES[profile.value]
+    try:
+        found = layouts_of(texts, Layout(tensor=shape.gpus))
+        layouts = {Role(role): one for role, one in found.items()}
+        return {role: laid_out(PROFILES[profile.value], shape, one) for role, one in layouts.items()}, layouts
+    except LayoutError as error:
+        fail(f"--layout: {error}.")
 
 
 def speeds_of(source: str, nats_url: str, state_dir: Path | None, model: str) -> EngineSpeeds:

@@ -176,9 +176,12 @@ class Step:
         self.decoding = 0
         self.context_tokens = 0
         """Context tokens of the decoding sequences in the first step."""
+        self.over_at = -1.0
+        """When the step before ended."""
 
     def begin(self, now: float, chunks: list[tuple[Job, int]], decoders: Decoders, profile: Profile) -> None:
         """Start a step, or a run of steps until the next event."""
+        follows = self.prefill_tokens > 0 and self.over_at == now
         self.began_at, self.chunks = now, chunks
         self.prefill_tokens, self.prefill_pairs = 0, 0.0
         self.decoding, self.context_tokens = len(decoders), decoders.context_tokens
@@ -189,7 +192,9 @@ class Step:
             else:
                 self.prefill_tokens += count
                 self.prefill_pairs += count * (job.computed - count / 2)
-        self.first_s = profile.step_s(self.prefill_tokens, self.prefill_pairs, self.decoding, self.context_tokens)
+        self.first_s = profile.step_s(
+            self.prefill_tokens, self.prefill_pairs, self.decoding, self.context_tokens, follows=follows
+        )
         self.growth_s = 0.0
         self.count = 1
         if not chunks:
@@ -318,7 +323,7 @@ class Engine:
         self.speeds.stepped(step)
         decoders.stepped(step.count)
         chunks, step.chunks = step.chunks, []
-        step.ends_at = math.inf
+        step.ends_at, step.over_at = math.inf, now
         if self._others is None:
             for job, _count in chunks:
                 self._name_full(job, job.computed)
@@ -357,11 +362,11 @@ class Engine:
         self.pool.release(job.holding)
 
     def _begin(self, now: float) -> None:
-        budget = self.profile.max_num_batched_tokens
+        budget = self.profile.step_tokens_max
         chunks: list[tuple[Job, int]] = []
         preempted = self._continue_running(chunks, budget)
         budget -= len(self.decoders) + sum(count for _job, count in chunks)
-        while self.received_jobs and budget > 0 and len(self.running) < self.profile.max_num_seqs:
+        while self.received_jobs and budget > 0 and len(self.running) < self.profile.sequences_max:
             budget -= self._run(self.received_jobs.popleft(), chunks, budget, now)
         if not preempted:
             self._admit(chunks, budget, now)
@@ -414,7 +419,7 @@ class Engine:
         return found[::-1]
 
     def _next_tokens(self, job: Job, budget: int) -> int:
-        count = min(job.tokens - job.computed, budget)
+        count = min(job.tokens - job.computed, budget, self.profile.prompt_tokens_max)
         return count if self._others is None else self._others.step_tokens(count, job.computed, job.prompt_tokens)
 
     def _preempt_youngest(self) -> Job:
@@ -433,7 +438,7 @@ class Engine:
 
     def _admit(self, chunks: list[tuple[Job, int]], budget: int, now: float) -> None:
         asking = 0
-        while asking < len(self.waiting) and budget > 0 and len(self.running) + asking < self.profile.max_num_seqs:
+        while asking < len(self.waiting) and budget > 0 and len(self.running) + asking < self.profile.sequences_max:
             job = self.waiting[asking]
             if not self._hold_prefix(job):
                 break

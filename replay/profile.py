@@ -24,8 +24,17 @@ class Profile(StepTiming):
 
     block_tokens: int = BLOCK_TOKENS
     kv_blocks: int = 800
+    """KV blocks of all data parallel ranks together."""
     max_num_batched_tokens: int = 2048
+    """Tokens of one batch, at most."""
     max_num_seqs: int = 256
+    """Sequences of one data parallel rank, at most."""
+    stages: int = 1
+    """Pipeline stages. Each has a batch of its own in work, as in vLLM."""
+    data_ranks: int = 1
+    """Ranks of a data parallel group, which is one engine here: they step together, and requests are spread over them
+    evenly.
+    """
     kv_bytes_per_token: int = 131_072
     """Bytes of full attention. A block of a window or with a state is as large as one of full attention, as in vLLM."""
     groups: Kind = "full"
@@ -46,6 +55,57 @@ class Profile(StepTiming):
     def __post_init__(self) -> None:
         if self.host_blocks and self.groups != "full":
             raise ValueError("host memory keeps blocks of models with full attention alone")
+        if self.batches > 1 and self.step_model != "linear":
+            raise ValueError("stages and data parallel ranks need linear step times")
+
+    @property
+    def batches(self) -> int:
+        """Batches that one step computes beside each other."""
+        return self.stages * self.data_ranks
+
+    @property
+    def step_tokens_max(self) -> int:
+        """Tokens of one step, at most."""
+        return self.batches * self.max_num_batched_tokens
+
+    @property
+    def prompt_tokens_max(self) -> int:
+        """Tokens of one prompt in one step, at most: a prompt is computed by one rank."""
+        return self.stages * self.max_num_batched_tokens
+
+    @property
+    def sequences_max(self) -> int:
+        return self.data_ranks * self.max_num_seqs
+
+    def step_s(
+        self, prefill_tokens: int, prefill_pairs: float, decoding: int, context_tokens: float, *, follows: bool = False
+    ) -> float:
+        """Seconds of one step, in which each batch passes all stages once. ``follows``: it comes right after another
+        with prompt tokens, whose last batches still are in the later stages.
+
+        The ``decoding`` sequences are spread evenly over the batches. Prompts fill one batch after another, as vLLM's
+        scheduler does. All ranks take as long as the one with most to do, since experts exchange tokens in each layer.
+        Of a pipeline of ``p`` stages, ``m`` batches leave the last one after ``(m + p - 1) / p`` times what one takes:
+        it has to be filled (Huang et al., GPipe, 2019, section 2.3, where ``(p - 1) / (m + p - 1)`` is the bubble).
+        A sequence that decodes has its next token no sooner than its batch has passed all stages.
+        """
+        if self.batches == 1:
+            return StepTiming.step_s(self, prefill_tokens, prefill_pairs, decoding, context_tokens)
+        most = min(prefill_tokens, self.max_num_batched_tokens)
+        together = -(-decoding // self.batches)
+        longest_s = StepTiming.step_s(
+            self,
+            most,
+            prefill_pairs * most / prefill_tokens if prefill_tokens else 0.0,
+            together,
+            context_tokens * together / decoding if decoding else 0.0,
+        )
+        if not prefill_tokens:
+            return longest_s
+        filled = min(self.stages, -(-prefill_tokens // self.max_num_batched_tokens))
+        if not follows:
+            return longest_s * (filled + self.stages - 1) / self.stages
+        return longest_s if decoding else longest_s * filled / self.stages
 
     @property
     def other_groups(self) -> OtherGroups | None:
@@ -61,15 +121,15 @@ class Profile(StepTiming):
     def prompt_s(self, tokens: int, cached: int) -> float:
         """Seconds to compute a prompt alone in an engine, in chunks, when ``cached`` of its tokens are cached."""
         computed = max(1, tokens - cached)
-        size = self.max_num_batched_tokens
-        if self.step_model == "linear":
+        size = self.prompt_tokens_max
+        if self.step_model == "linear" and self.stages == 1:
             steps = -(-computed // size)
             pairs = computed * (tokens - computed / 2)
             return (steps * self.prefill_base_s + self.compute_s(computed, pairs)) / self.speed
         ends = [*range(tokens - computed + size, tokens, size), tokens]
         starts = [tokens - computed, *ends[:-1]]
         return sum(
-            self.step_s(end - start, (end - start) * (start + end) / 2, 0, 0)
+            self.step_s(end - start, (end - start) * (start + end) / 2, 0, 0, follows=start > tokens - computed)
             for start, end in zip(starts, ends, strict=True)
         )
 

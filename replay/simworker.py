@@ -172,7 +172,7 @@ def record_of(number: int, role: Role, profile: Profile) -> WorkerRecord:
         phase=WorkerPhase.READY,
         engine="simulated",
         models=[MODEL],
-        max_model_len=profile.kv_blocks * profile.block_tokens,
+        max_model_len=profile.kv_blocks // profile.data_ranks * profile.block_tokens,
         fingerprint=Fingerprint(
             model=MODEL,
             revision="1",
@@ -188,7 +188,8 @@ def record_of(number: int, role: Role, profile: Profile) -> WorkerRecord:
         host="replay",
         pid=number,
         wire_version=WIRE_VERSION,
-        step_tokens_max=profile.max_num_batched_tokens,
+        ranks=profile.batches,
+        step_tokens_max=profile.prompt_tokens_max,
         kv_token_bytes=profile.kv_bytes_per_token,
         kv_boundary_bytes=profile.boundary_bytes,
     )

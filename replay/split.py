@@ -28,10 +28,18 @@ class Split(msgspec.Struct, frozen=True, order=True):
         return self.prefill + self.decode + self.both
 
     @property
+    def counts(self) -> tuple[int, int, int]:
+        """In the order of the fields."""
+        return self.prefill, self.decode, self.both
+
+    def times(self, cost: Split) -> int:
+        """What all take, where a worker of each role takes as much as ``cost`` says."""
+        return sum(count * each for count, each in zip(self.counts, cost.counts, strict=True))
+
+    @property
     def can_serve(self) -> bool:
         """Whether prompts can be computed and answers generated."""
-        counts = (self.prefill, self.decode, self.both)
-        return min(counts) >= 0 and (self.both > 0 or (self.prefill > 0 and self.decode > 0))
+        return min(self.counts) >= 0 and (self.both > 0 or (self.prefill > 0 and self.decode > 0))
 
     def __str__(self) -> str:
         return " + ".join(f"{getattr(self, role)} {role}" for role in LETTERS.values() if getattr(self, role))

@@ -23,6 +23,7 @@ from services.router.placement.placement import Placement, PlacementPolicy, Plac
 from services.router.placement.slo import NO_TARGETS, Targets
 from services.router.state.worker_view import Sent
 from shared.contracts.inference import LegKind
+from shared.contracts.workers import Role
 
 NOISE_SEEDS = 4096
 """More workers than any fleet has: no two runs share a worker's noise."""
@@ -32,17 +33,26 @@ class World:
     """A fleet and one router. Only an oracle placer reads the engines' state directly."""
 
     def __init__(
-        self, split: Split, profile: Profile, *, slow: Mapping[int, float] = MappingProxyType({}), seed: int = 0
+        self,
+        split: Split,
+        profile: Profile,
+        *,
+        by_role: Mapping[Role, Profile] = MappingProxyType({}),
+        slow: Mapping[int, float] = MappingProxyType({}),
+        seed: int = 0,
     ) -> None:
-        """``slow``: speeds of some workers by number, 1.0 being the profile's. ``seed``: of the engines' noise."""
+        """``by_role``: engines of a role that are not as ``profile``. ``slow``: speeds of some workers by number, 1.0
+        being the profile's. ``seed``: of the engines' noise.
+        """
         self.now = 0.0
         self.profile = profile
         roles = split.roles()
         made = [
             SimWorker(number, role, own, self, offset_s=PERIOD_S * number / len(roles))
             for number, role in enumerate(roles)
+            for given in [by_role.get(role, profile)]
             for own in [
-                replace(profile, speed=profile.speed * slow.get(number, 1.0), noise_seed=seed * NOISE_SEEDS + number)
+                replace(given, speed=given.speed * slow.get(number, 1.0), noise_seed=seed * NOISE_SEEDS + number)
             ]
         ]
         self.workers = {worker.worker_id: worker for worker in made}

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
 import msgspec
 
+from replay.capacity.layouts import Layout
 from replay.capacity.search import Bottleneck, Limit, Search, rank
 from replay.capacity.trial import Case, Runner, Target, Trial, alone_s, fits
 from replay.capacity.workload import Summary, Workload, busiest, seen_before, summary_of
 from replay.profile import Profile
-from replay.split import Split
+from replay.split import LETTERS, Split
 from replay.traces import Request
+from shared.contracts.workers import Role
 from shared.text.formats import duration
 
+ROLES = tuple(Role(role) for role in LETTERS.values())
 ROUNDING = 1e-9
 """Tolerance of the share: 1 - 0.95 is a little more than 0.05 in floating point."""
 NAMED_MAX = 3
@@ -38,10 +41,12 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the profile, or of the model whose measured speeds are used."""
     measured: bool
     gpus: int
-    """GPUs of one worker."""
+    """GPUs of one worker, or of one data parallel group."""
+    layout: Layout
     prompt_s: float
     """Time to compute the mean prompt alone."""
     kv_tokens: int
+    """Size of the KV cache, or of those of all ranks of a data parallel group."""
     state_tokens: int
     """Tokens for which there would be room where the states of one running request are."""
     handoff_bytes: int
@@ -65,8 +70,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     searched: Summary
     """Size of the piece that the search simulated."""
     target: Target
-    engine: Engine
+    engines: dict[str, Engine]
+    """The engines that a worker of each role has."""
     workers: int
+    """Workers of the best split. A data parallel group counts as one."""
     splits: list[SplitResult]
     """Results of all splits, the best one first."""
     enough: bool
@@ -82,6 +89,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """All simulations with unchanged engines, for the picture."""
     notes: list[str]
     """What the reader should know about the inputs."""
+
+    def gpus_of(self, split: Split) -> int:
+        """GPUs of all its workers."""
+        return split.times(Split(**{role: engine.gpus for role, engine in self.engines.items()}))
 
     @property
     def best(self) -> SplitResult:
@@ -102,21 +113,46 @@ class Inputs:
     target: Target
     sample: int
     """Requests of the piece to search with; 0: all."""
+    by_role: Mapping[Role, Profile] = field(default_factory=dict)
+    """Engines of a role that are not as ``profile``."""
+    layouts: Mapping[Role, Layout] = field(default_factory=dict)
+    """Layouts of the roles in ``by_role``. An engine of another role has one stage on ``gpus_per_worker``."""
+
+    def profile_of(self, role: Role) -> Profile:
+        return self.by_role.get(role, self.profile)
+
+    def layout_of(self, role: Role) -> Layout:
+        return self.layouts.get(role, Layout(tensor=self.gpus_per_worker))
+
+    @property
+    def unit(self) -> int:
+        """GPUs in which the size of a fleet is counted: those of a worker where all have as many."""
+        return math.gcd(*(self.layout_of(role).gpus for role in ROLES))
+
+    @property
+    def cost(self) -> Split:
+        """The size of a worker of each role."""
+        return Split(**{role.value: self.layout_of(role).gpus // self.unit for role in ROLES})
+
+    def fits(self, request: Request) -> bool:
+        """Whether the engines of each role have room for it."""
+        return all(fits(request, profile) for profile in {self.profile_of(role) for role in ROLES})
 
 
 def case_of(inputs: Inputs) -> tuple[Case, list[str]]:
     """What is simulated, and notes. Raises Impossible."""
-    whole = [request for request in inputs.workload.requests if fits(request, inputs.profile)]
+    whole = [request for request in inputs.workload.requests if inputs.fits(request)]
     notes = [inputs.workload.note] if inputs.workload.note else []
     notes += check(inputs)
     piece = busiest(inputs.workload.requests, inputs.sample)
-    fitting = [request for request in piece if fits(request, inputs.profile)]
+    fitting = [request for request in piece if inputs.fits(request)]
     case = Case(
         requests=fitting,
         whole=whole,
         too_large=len(piece) - len(fitting),
         whole_too_large=len(inputs.workload.requests) - len(whole),
         profile=inputs.profile,
+        by_role=inputs.by_role,
         target=inputs.target,
     )
     return case, notes
@@ -124,14 +160,18 @@ def case_of(inputs: Inputs) -> tuple[Case, list[str]]:
 
 def check(inputs: Inputs) -> list[str]:
     """Notes about requests that miss a target even alone. Raises Impossible when these are more than may miss it."""
-    requests, target, profile = inputs.workload.requests, inputs.target, inputs.profile
-    cached = seen_before(requests)
-    times = [alone_s(request, tokens, profile) for request, tokens in zip(requests, cached, strict=True)]
-    first_s, between_s = [first for first, _ in times], [between for _, between in times]
-    large = [number for number, request in enumerate(requests) if not fits(request, profile)]
+    requests, target = inputs.workload.requests, inputs.target
+    profiles = [inputs.profile_of(role) for role in ROLES]
+    times = [
+        [alone_s(request, tokens, profile) for profile in dict.fromkeys(profiles)]
+        for request, tokens in zip(requests, seen_before(requests), strict=True)
+    ]
+    first_s = [min(first for first, _ in each) for each in times]
+    between_s = [min(between for _, between in each) for each in times]
+    large = [number for number, request in enumerate(requests) if not inputs.fits(request)]
     late = [number for number, seconds in enumerate(first_s) if seconds > target.ttft_s]
     slow = [number for number, seconds in enumerate(between_s) if seconds > target.itl_s]
-    kv_tokens = profile.kv_blocks * profile.block_tokens
+    kv_tokens = min(profile.kv_blocks // profile.data_ranks * profile.block_tokens for profile in profiles)
     of = partial(_named, requests)
     notes = []
     if large:
@@ -171,25 +211,28 @@ def make_plan(
     inputs: Inputs,
     case_notes: list[str],
     runner: Runner,
-    workers: int,
+    size: int,
     only: Iterable[Split] = (),
     phase: Callable[[str, int], None] = lambda _what, _count: None,
 ) -> Plan:
-    """Search. ``workers`` 0: the smallest fleet that keeps the targets. Raises Impossible if none does."""
-    search = Search(runner, phase)
+    """Search. ``size``: workers, or where roles have different layouts the GPUs in ``inputs.unit``; 0: the smallest
+    fleet that keeps the targets. Raises Impossible if none does.
+    """
+    search, cost = Search(runner, phase, inputs.cost), inputs.cost
     smallest = None
-    if not workers:
+    if not size:
         smallest = search.smallest(None)
         if smallest is None:
             raise Impossible("No fleet up to the largest that is tried keeps the targets at this load.")
-        workers = smallest.split.workers
-    limit = search.best_split(workers, only)
+        size = smallest.split.times(cost)
+    limit = search.best_split(size, only)
     at_load = search.at_the_load()
     others = sorted((trial for one, trial in at_load.items() if one != limit.split), key=rank)
     search.limits_of([trial.split for trial in others[:RUNNERS_UP]])
     bottleneck = search.bottleneck(limit)
     smallest = smallest or search.smallest(limit)
-    if smallest is not None and smallest.split.workers == workers and at_load[limit.split].keeps(inputs.target.share):
+    as_large = smallest is not None and smallest.split.times(cost) >= limit.split.times(cost)
+    if as_large and at_load[limit.split].keeps(inputs.target.share):
         smallest = at_load[limit.split]
     piece = len(runner.case.requests) < len(runner.case.whole)
     splits = [SplitResult(split=one, limit=search.limits[one], at_load=trial) for one, trial in at_load.items()]
@@ -199,8 +242,8 @@ def make_plan(
         size=summary_of(inputs.workload.requests),
         searched=summary_of(runner.case.requests),
         target=inputs.target,
-        engine=engine_of(inputs),
-        workers=workers,
+        engines={role.value: engine_of(inputs, role) for role in ROLES},
+        workers=limit.split.workers,
         splits=sorted(splits, key=lambda one: order_of(one, limit.split)),
         enough=at_load[limit.split].keeps(inputs.target.share),
         headroom=limit.keeps,
@@ -230,15 +273,16 @@ def steady_note(case: Case, trials: list[Trial], limit: Limit) -> list[str]:
     return [f"{lasts}: too short for a steady state, so the limit is an upper bound. Use a longer trace or sample."]
 
 
-def engine_of(inputs: Inputs) -> Engine:
+def engine_of(inputs: Inputs, role: Role) -> Engine:
     """For the report."""
-    requests, profile = inputs.workload.requests, inputs.profile
+    requests, profile = inputs.workload.requests, inputs.profile_of(role)
     others = profile.other_groups
     mean = round(sum(request.input_tokens for request in requests) / len(requests))
     return Engine(
         name=inputs.engine,
         measured=inputs.measured,
-        gpus=inputs.gpus_per_worker,
+        gpus=inputs.layout_of(role).gpus,
+        layout=inputs.layout_of(role),
         prompt_s=profile.prompt_s(mean, 0),
         kv_tokens=profile.kv_blocks * profile.block_tokens,
         state_tokens=others.states * profile.block_tokens if others is not None else 0,

@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from replay.capacity.plan import Plan, SplitResult
-from replay.capacity.search import WORKERS_MAX
+from replay.capacity.fleet_file import fleet_toml
+from replay.capacity.plan import Engine, Plan, SplitResult
+from replay.capacity.search import SIZE_MAX
 from replay.capacity.trial import Trial
 from replay.capacity.workload import Summary
 from replay.split import LETTERS, Split
@@ -45,6 +46,8 @@ def draw(plan: Plan, console: Console) -> None:
     console.print()
     for label, text in conclusions(plan):
         _line(console, label, text)
+    if rows := fleet_toml(chosen(plan), {role: one.layout for role, one in plan.engines.items()}):
+        _line(console, "fleet.toml", rows.rstrip())
     for note in plan.notes:
         _line(console, "note", note, "yellow")
     error = math.sqrt(plan.target.share * (1 - plan.target.share) / plan.searched.requests)
@@ -86,21 +89,30 @@ def targets(plan: Plan) -> str:
 
 
 def engine(plan: Plan) -> str:
-    """Where its speeds are from."""
-    one = plan.engine
+    """Where its speeds are from, and what it is in each layout."""
+    one = next(iter(plan.engines.values()))
     source = "speeds measured by its workers" if one.measured else "speeds from first principles, not measured"
-    gpus = f"{one.gpus} GPU{'s' if one.gpus > 1 else ''} per worker"
+    roles: dict[Engine, list[str]] = {}
+    for role, each in plan.engines.items():
+        roles.setdefault(each, []).append(role)
+    if len(roles) == 1:
+        return f"{one.name} ({source}), {_engine(one)}"
+    lines = (f"{', '.join(names)}: {each.layout}, {_engine(each)}" for each, names in roles.items())
+    return "\n".join([f"{one.name} ({source})", *lines])
+
+
+def _engine(one: Engine) -> str:
+    of = f"group of {one.layout.data} ranks" if one.layout.data > 1 else "worker"
     mean = f"the mean prompt alone takes {duration(one.prompt_s)}"
     states = f" (the states of a running request take the room of {one.state_tokens:,})" if one.state_tokens else ""
     handoff = f"its handoff reads {in_bytes(one.handoff_bytes)}"
-    return f"{one.name} ({source}), {gpus}, {one.kv_tokens:,} tokens of KV{states}; {mean}, {handoff}"
+    return f"{_gpus(one.gpus)} per {of}, {one.kv_tokens:,} tokens of KV{states}; {mean}, {handoff}"
 
 
 def outcome(plan: Plan) -> Text:
     """Whether the fleet is enough, and for how much."""
-    gpus = plan.workers * plan.engine.gpus
     best = plan.best.split
-    fleet = f"{_gpus(gpus)} as {best}"
+    fleet = f"{_gpus(plan.gpus_of(best))} as {best}"
     if plan.enough:
         known = math.isfinite(plan.best.limit.fails)
         limit = f"up to {plan.headroom:.2f} times this load" if known else "at every load that was tried"
@@ -197,8 +209,12 @@ def conclusions(plan: Plan) -> Iterator[tuple[str, str]]:
         )
         shares = f"{trial.in_time:.1%} in time, {trial.refused / trial.requests:.1%} refused"
         yield "whole load", f"all {plan.size.requests:,} requests: {shares}, {times}"
-    chosen = plan.best.split if plan.enough or plan.smallest is None else plan.smallest.split
-    yield "start it", start(plan, chosen)
+    yield "start it", start(plan, chosen(plan))
+
+
+def chosen(plan: Plan) -> Split:
+    """The split to start: one that carries this load, if there is any."""
+    return plan.best.split if plan.enough or plan.smallest is None else plan.smallest.split
 
 
 def limit(plan: Plan) -> str:
@@ -217,18 +233,40 @@ def limit(plan: Plan) -> str:
 def smallest(plan: Plan) -> str:
     """The smallest fleet for this load."""
     if plan.smallest is None:
-        return f"no fleet up to {WORKERS_MAX} workers keeps the targets at this load"
+        return f"no fleet up to {SIZE_MAX} workers keeps the targets at this load"
     split = plan.smallest.split
-    gpus = _gpus(split.workers * plan.engine.gpus)
-    return f"{gpus} as {split} carry this load: {plan.smallest.in_time:.1%} in time"
+    return f"{_gpus(plan.gpus_of(split))} as {split} carry this load: {plan.smallest.in_time:.1%} in time"
 
 
 def start(plan: Plan, split: Split) -> str:
     """The command for one host, with the targets that the router needs to know."""
     slos = json.dumps({"default": {"ttft_s": plan.target.ttft_s, "itl_s": plan.target.itl_s}})
-    workers = " ".join(f"--{role} {getattr(split, role)}" for role in LETTERS.values() if getattr(split, role))
-    gpus = f" --gpus-per-worker {plan.engine.gpus}" if plan.engine.gpus > 1 else ""
-    return f"ROUTER_SLOS='{slos}' baton up --model MODEL {workers}{gpus}"
+    roles = [role for role in LETTERS.values() if getattr(split, role)]
+    workers = "".join(f" --{role} {getattr(split, role)}" for role in roles)
+    return f"ROUTER_SLOS='{slos}' baton up --model MODEL{workers}{_layout_options(plan, roles)}"
+
+
+OPTIONS = {
+    "--gpus-per-worker": ("--gpus-per-prefill", "--gpus-per-decode"),
+    "--pipeline": ("--pipeline-prefill", "--pipeline-decode"),
+    "--data-parallel": ("--data-parallel-prefill", "--data-parallel-decode"),
+}
+"""Options of `baton up`: for all workers, for prefill and for decode workers."""
+
+
+def _layout_options(plan: Plan, roles: list[str]) -> str:
+    layouts = {role: plan.engines[role].layout for role in roles}
+    sizes = {role: (one.tensor * one.pipeline, one.pipeline, one.data) for role, one in layouts.items()}
+    written = ""
+    for at, (for_all, by_role) in enumerate(OPTIONS.items()):
+        common = sizes["both" if "both" in sizes else roles[0]][at]
+        written += f" {for_all} {common}" if common > 1 else ""
+        for role, option in zip(("prefill", "decode"), by_role, strict=True):
+            if role in sizes and sizes[role][at] != common:
+                written += f" {option} {sizes[role][at]}"
+    return written + (
+        " --engine-args=--enable-expert-parallel" if any(one.data > 1 for one in layouts.values()) else ""
+    )
 
 
 def _percent(share: float) -> str:
@@ -273,12 +311,12 @@ def save(plan: Plan, path: Path) -> None:
 
 
 def _title(plan: Plan) -> str:
-    gpus = plan.workers * plan.engine.gpus
+    gpus, name = plan.gpus_of(plan.best.split), next(iter(plan.engines.values())).name
     target = plan.target
     least = "" if math.isfinite(plan.best.limit.fails) else "at least "
     outcome = f"{plan.best.split} carry {least}{plan.headroom:.2f}x this load"
     return (
-        f"{gpus} GPUs ({plan.engine.name}), {plan.workload}, {plan.searched.requests_per_s:.3g} requests/s: {outcome}\n"
+        f"{gpus} GPUs ({name}), {plan.workload}, {plan.searched.requests_per_s:.3g} requests/s: {outcome}\n"
         f"targets: {target.share:.0%} of the requests with the first token within {target.ttft_s:g} s "
         f"and {target.itl_s * 1e3:g} ms between tokens"
     )
@@ -291,7 +329,7 @@ def _carried(axis: Any, plan: Plan) -> None:
         beaten, load = result.limit.beaten, _end(result)
         left = 0.0
         for role, color in ROLE_COLORS.items():
-            width = load * getattr(result.split, role) / plan.workers
+            width = load * getattr(result.split, role) / result.split.workers
             axis.barh(row, width, left=left, color=color, alpha=0.3 if beaten else 1.0, height=0.66)
             left += width
         text, weight = f"{'<' if beaten else ''}{load:.2f}x", "bold" if result is plan.best else "normal"
@@ -325,8 +363,9 @@ def label(split: Split) -> str:
 def _curves(axis: Any, plan: Plan) -> None:
     """Requests in time by load, for the splits with the most simulations."""
     points: dict[Split, dict[float, tuple[float, bool]]] = {}
+    compared = {result.split for result in plan.splits}
     for trial in plan.trials:
-        if trial.split.workers == plan.workers:
+        if trial.split in compared:
             points.setdefault(trial.split, {})[trial.load] = (trial.in_time, trial.stopped)
     chosen = [plan.best.split, *(one.split for one in plan.splits[1:] if len(points.get(one.split, ())) > 1)][
         :CURVES_MAX

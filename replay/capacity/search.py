@@ -27,9 +27,11 @@ LOAD_MAX = 256.0
 LOAD_MIN = 1 / 64
 BEYOND = 1.1
 """Multiple of its limit at which a fleet is examined for what limits it."""
-WORKERS_MAX = 1024
+SIZE_MAX = 1024
 GAIN_MIN = 0.005
 """Share of the requests by which twice as much of a resource must help to be what limits a fleet."""
+
+EACH_ONE = Split(1, 1, 1)
 
 
 class Limit(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,9 +59,14 @@ class Bottleneck(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Search:
-    """One search. ``phase`` is told what it does and about how many simulations that takes."""
+    """One search. ``phase`` is told what it does and about how many simulations that takes. ``cost``: what one worker
+    of each role takes of a fleet's size; where all take 1, that is the number of workers.
+    """
 
-    def __init__(self, runner: Runner, phase: Callable[[str, int], None] = lambda _what, _count: None) -> None:
+    def __init__(
+        self, runner: Runner, phase: Callable[[str, int], None] = lambda _what, _count: None, cost: Split = EACH_ONE
+    ) -> None:
+        self._cost = cost
         self.limits: dict[Split, Limit] = {}
         self._runner = runner
         self._share = runner.case.target.share
@@ -67,20 +74,20 @@ class Search:
 
     # Splits of one fleet.
 
-    def best_split(self, workers: int, only: Iterable[Split] = ()) -> Limit:
-        """The split of so many workers that carries the most load; ``only``: among these."""
+    def best_split(self, size: int, only: Iterable[Split] = ()) -> Limit:
+        """The split of a fleet of this size that carries the most load; ``only``: among these."""
         chosen = list(dict.fromkeys(only))
-        first = chosen or first_splits(workers)
+        first = chosen or first_splits(size, self._cost)
         self._phase(f"comparing {len(first)} splits", len(first))
         trials = self._runner.ask(Question(split) for split in first)
         best = min(trials, key=rank).split
         self._phase(f"how much {best} carries", 8)
         limit = self._limit_of(best, 0.0, COARSE)
-        step = 0 if chosen else largest_step(workers)
+        step = 0 if chosen else largest_step(size)
         candidates = set(first)
         while True:
             if step:
-                candidates |= set(neighbours(limit.split, step))
+                candidates |= set(neighbours(limit.split, step, size, self._cost))
             better = self._challenge(candidates, limit)
             if better is not None:
                 limit = better
@@ -176,37 +183,37 @@ class Search:
     # The smallest fleet.
 
     def smallest(self, like: Limit | None) -> Trial | None:
-        """The smallest fleet that keeps the targets at this load, or None if ``WORKERS_MAX`` do not. ``like``: the best
-        split of a fleet, whose proportions are tried.
+        """The smallest fleet that keeps the targets at this load, or None if one of ``SIZE_MAX`` does not. ``like``:
+        the best split of a fleet, whose proportions are tried.
         """
         self._phase("the smallest fleet", 6)
-        guess = math.ceil(like.split.workers / like.keeps) if like is not None and like.keeps else 1
+        guess = math.ceil(like.split.times(self._cost) / like.keeps) if like is not None and like.keeps else 1
         low, high = 0, 0
         found: Trial | None = None
-        workers = max(1, min(guess, WORKERS_MAX))
+        size = max(1, min(guess, SIZE_MAX))
         while not high or high - low > 1:
-            trial = self._kept_by(workers, like.split if like is not None else None)
+            trial = self._kept_by(size, like.split if like is not None else None)
             if trial is not None:
-                found, high = trial, workers
+                found, high = trial, size
             else:
-                low = workers
+                low = size
             if not high:
-                if workers >= WORKERS_MAX:
+                if size >= SIZE_MAX:
                     return None
                 # A guess is off by little; without one, the fleet doubles.
-                workers = min(WORKERS_MAX, workers + max(1, workers // 8) if guess > 1 else 2 * workers)
+                size = min(SIZE_MAX, size + max(1, size // 8) if guess > 1 else 2 * size)
             elif not low and guess > 1:
-                workers = max(1, high - max(1, high // 8))
+                size = max(1, high - max(1, high // 8))
                 if high == 1:
                     break
             else:
-                workers = (low + high) // 2
+                size = (low + high) // 2
         return found
 
-    def _kept_by(self, workers: int, like: Split | None) -> Trial | None:
-        trials = self._runner.ask(Question(split) for split in alike(workers, like))
-        best = min(trials, key=rank)
-        return best if best.keeps(self._share) else None
+    def _kept_by(self, size: int, like: Split | None) -> Trial | None:
+        trials = self._runner.ask(Question(split) for split in alike(size, like, self._cost))
+        best = min(trials, key=rank, default=None)
+        return best if best is not None and best.keeps(self._share) else None
 
     def whole(self, split: Split) -> Trial:
         """All requests of the workload, at its own load."""
@@ -233,48 +240,49 @@ def next_loads(low: float, high: float, count: int, precision: float = PRECISION
     return [low * ratio**power for power in range(1, count + 1)]
 
 
-def first_splits(workers: int) -> list[Split]:
+def first_splits(size: int, cost: Split = EACH_ONE) -> list[Split]:
     """Workers for both, and some proportions of prefill and decode workers with and without them."""
-    quarters = [max(1, round(workers * part / 4)) for part in (1, 2, 3)]
-    splits = [Split(both=workers)]
-    splits += [Split(prefill=count, decode=workers - count) for count in quarters]
+    parts = (1, 2, 3)
+    prefill = [max(1, round(size * part / 4 / cost.prefill)) for part in parts]
+    decode = max(1, round(size / 4 / cost.decode))
+    splits = [Split(both=size // cost.both)]
+    splits += [Split(prefill=count, decode=(size - count * cost.prefill) // cost.decode) for count in prefill]
     splits += [
-        Split(prefill=quarters[0], both=workers - quarters[0]),
-        Split(decode=quarters[0], both=workers - quarters[0]),
+        Split(prefill=prefill[0], both=(size - prefill[0] * cost.prefill) // cost.both),
+        Split(decode=decode, both=(size - decode * cost.decode) // cost.both),
     ]
     return [one for one in dict.fromkeys(splits) if one.can_serve]
 
 
-def largest_step(workers: int) -> int:
-    """Workers that change their role at once, at first: a power of two."""
-    return 1 << max(0, (workers // 4).bit_length() - 1)
+def largest_step(size: int) -> int:
+    """How much of a fleet changes its role at once, at first: a power of two."""
+    return 1 << max(0, (size // 4).bit_length() - 1)
 
 
-def neighbours(split: Split, step: int) -> list[Split]:
-    """Splits where ``step`` workers have another role."""
-    counts = (split.prefill, split.decode, split.both)
+def neighbours(split: Split, step: int, size: int, cost: Split = EACH_ONE) -> list[Split]:
+    """Splits where workers that take ``step``, or as many as make room for one, have another role."""
+    costs = cost.counts
     found = []
     for source, target in itertools.permutations(range(3), 2):
-        moved = list(counts)
-        moved[source] -= step
-        moved[target] += step
+        moved = list(split.counts)
+        missing = costs[target] - (size - split.times(cost))
+        moved[source] -= max(1, step // costs[source], -(-missing // costs[source]))
+        moved[target] += (size - Split(*moved).times(cost)) // costs[target]
         found.append(Split(*moved))
     return [one for one in found if one.can_serve]
 
 
-def alike(workers: int, like: Split | None) -> list[Split]:
-    """Splits of so many workers to try: for both, and in the proportions of another fleet."""
+def alike(size: int, like: Split | None, cost: Split = EACH_ONE) -> list[Split]:
+    """Splits of a fleet of this size to try: for both, and in the proportions of another fleet."""
     if like is None:
-        return first_splits(workers)
-    scale = workers / like.workers
+        return first_splits(size, cost)
+    scale = size / like.times(cost)
     prefill, decode = like.prefill * scale, like.decode * scale
-    splits = [Split(both=workers)]
-    for rounded in itertools.product(
+    splits = [Split(both=size // cost.both)]
+    for first, second in itertools.product(
         {math.floor(prefill), math.ceil(prefill)}, {math.floor(decode), math.ceil(decode)}
     ):
-        first, second = rounded
-        rest = workers - first - second
-        if not like.both:
-            second, rest = second + rest, 0
-        splits.append(Split(first, second, rest))
+        rest = size - Split(first, second).times(cost)
+        more, both = (0, rest // cost.both) if like.both else (rest // cost.decode, 0)
+        splits.append(Split(first, second + more, both))
     return [one for one in dict.fromkeys(splits) if one.can_serve]

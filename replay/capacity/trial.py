@@ -6,10 +6,10 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import msgspec
@@ -137,6 +137,8 @@ class Case:
     """Requests beside ``requests`` that do not fit into any engine: a router refuses them."""
     whole_too_large: int
     profile: Profile
+    by_role: Mapping[Role, Profile] = field(default_factory=dict)
+    """Engines of a role that are not as ``profile``."""
     target: Target
 
     @property
@@ -151,8 +153,14 @@ def try_out(case: Case, question: Question) -> Trial:
     requests = at_load(base, question.load)
     count = len(requests) + too_large
     misses_max = count if question.to_the_end or question.whole else int(case.misses_max * count)
-    profile = doubled(case.profile, question.more_of)
-    world = WatchedWorld(question.split, profile, case.target, len(requests), misses_max - too_large)
+    world = WatchedWorld(
+        question.split,
+        doubled(case.profile, question.more_of),
+        {role: doubled(profile, question.more_of) for role, profile in case.by_role.items()},
+        case.target,
+        len(requests),
+        misses_max - too_large,
+    )
     began_s = time.process_time()
     try:
         world.run(requests)
@@ -171,8 +179,16 @@ class TooManyMisses(Exception):
 class WatchedWorld(World):
     """A world of ``count`` requests that ends with TooManyMisses when more than ``misses_max`` have missed a target."""
 
-    def __init__(self, split: Split, profile: Profile, target: Target, count: int, misses_max: int) -> None:
-        super().__init__(split, profile)
+    def __init__(
+        self,
+        split: Split,
+        profile: Profile,
+        by_role: Mapping[Role, Profile],
+        target: Target,
+        count: int,
+        misses_max: int,
+    ) -> None:
+        super().__init__(split, profile, by_role=by_role)
         self.targets = Targets(ttft_s=target.ttft_s, itl_s=target.itl_s)
         self.admit(AdmissionPolicy())
         self.arrived: list[ReplayedRequest] = []
@@ -264,8 +280,8 @@ def alone_s(request: Request, cached: int, profile: Profile) -> tuple[float, flo
 
 
 def fits(request: Request, profile: Profile) -> bool:
-    """Whether an engine has room for it."""
-    tokens = tokens_max(profile.groups, profile.kv_blocks - 1, profile.block_tokens)
+    """Whether an engine has room for it, or one rank of a data parallel group."""
+    tokens = tokens_max(profile.groups, profile.kv_blocks // profile.data_ranks - 1, profile.block_tokens)
     return request.input_tokens + request.output_tokens <= tokens
 
 

@@ -71,7 +71,7 @@ def test_a_plan_counts_the_states_of_a_hybrid_model():
     """Qwen3-Next's 36 layers with a state: 38 MB for a prompt of any length, beside 24 KiB for each token."""
     load = ("--rate", "40/min", "--prompt", 2000, "--output", 20, "--profile", "80b-a3b", "--split", "1P+1D")
     plan = json.loads(run(*load, *QUICK, "--json").stdout)
-    engine, prompt = plan["engine"], round(plan["size"]["prompt_tokens"])
+    engine, prompt = plan["engines"]["both"], round(plan["size"]["prompt_tokens"])
 
     assert (engine["kv_tokens"], engine["gpus"], engine["state_tokens"]) == (4450 * 512, 2, 3 * 512)
     states = engine["handoff_bytes"] - 24_576 * prompt
@@ -79,6 +79,22 @@ def test_a_plan_counts_the_states_of_a_hybrid_model():
     shown = " ".join(run(*load, *QUICK).output.split())
     assert "2,278,400 tokens of KV (the states of a running request take the room of 1,536)" in shown
     assert f"its handoff reads {in_bytes(engine['handoff_bytes'])}" in shown
+
+
+def test_roles_have_layouts_of_their_own():
+    """Of 12 GPUs, a decode group takes four and a prefill worker of two stages two."""
+    load = ("--rate", "40/min", "--prompt", 2000, "--output", 20, "--profile", "80b-a3b", "--gpus", 12)
+    layouts = ("--layout", "prefill=TP1xPP2", "--layout", "decode=DP4")
+    plan = json.loads(run(*load, *layouts, *QUICK, "--json").stdout)
+
+    assert {role: one["gpus"] for role, one in plan["engines"].items()} == {"prefill": 2, "decode": 4, "both": 2}
+    for one in plan["splits"]:
+        assert 10 <= 2 * one["split"]["prefill"] + 4 * one["split"]["decode"] + 2 * one["split"]["both"] <= 12
+    shown = run(*load, *layouts, *QUICK, "--split", "2P+2D").output
+    assert "PP 2, 2 GPUs per worker" in shown
+    assert "DP 4, 4 GPUs per group of 4 ranks" in shown
+    assert "--prefill 2 --decode 2 --gpus-per-worker 2 --gpus-per-decode 1" in " ".join(shown.split())
+    assert '{ role = "decode", count = 2, data_parallel = 4 }' in shown
 
 
 def test_states_limit_how_many_requests_run_at_once():
@@ -109,6 +125,11 @@ def test_states_limit_how_many_requests_run_at_once():
         (["--rate", "1/s", "--profile", "70b", "--gpus", "2"], "A worker needs 4 GPUs"),
         (["--rate", "1/s", "--gpus-per-worker", "2"], "measured speeds"),
         (["--rate", "1/s", "--speeds", "missing.json"], "speeds cannot be read"),
+        (["--rate", "1/s", "--layout", "PP"], "is no layout"),
+        (["--rate", "1/s", "--layout", "store=TP1"], "no role 'store'"),
+        (["--rate", "1/s", "--layout", "DP2"], "no experts"),
+        (["--rate", "1/s", "--layout", "TP2", "--gpus", "1"], "A worker needs 2 GPUs"),
+        (["--rate", "1/s", "--layout", "TP2", "--split", "4B", "--gpus", "6"], "A split needs 8 GPUs"),
         (["--rate", "1/s", "--picture", "plan.gif"], "must end in .png"),
         (["--rate", "1/s", "--ttft", "0.001"], "No fleet of these engines meets the targets"),
     ],
