@@ -222,18 +222,21 @@ async def run(name: str, size: Size) -> Measured:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="short runs; their figures are not precise")
+    parser.add_argument(
+        "--quick", action="store_true", help="short runs, whose figures are not precise; written only with --out"
+    )
     parser.add_argument("--only", default=",".join(PARTS), help="parts, with commas between")
-    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/kv.md"))
+    parser.add_argument("--out", type=Path, help="the page; without --quick docs/benchmarks/kv.md")
     arguments = parser.parse_args()
     size, measured = QUICK if arguments.quick else WHOLE, dict[str, Measured]()
-    text = arguments.out.read_text() if arguments.out.exists() else ""
+    out: Path | None = arguments.out or (None if arguments.quick else Path("docs/benchmarks/kv.md"))
+    text = out.read_text() if out and out.exists() else ""
     for name in arguments.only.split(","):
         measured[name] = asyncio.run(run(name, size))
         text = page(head(size), measured, list(PARTS), text)
-        if not arguments.quick:  # Part by part, so that one that fails loses no other.
-            arguments.out.parent.mkdir(parents=True, exist_ok=True)
-            arguments.out.write_text(text)
+        if out:  # Part by part, so that one that fails loses no other.
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(text)
     print(text)
 
 

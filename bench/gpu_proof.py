@@ -45,11 +45,11 @@ ON_CPU = bool(os.environ.get("ON_CPU"))
 PROMPTS = (40, 333, 1000, 3000)
 """Tokens of the prompts that are handed over."""
 TOKENS, HISTORY, LONG_ANSWER, NEXT = 32, 500, 200, 100
-EXACT_ARGS = "--dtype float32 --attention-backend TRITON_ATTN --enforce-eager"
-"""On a GPU: engines that compute the same tokens whatever they batch. Only this backend computes with float32."""
+EXACT_ARGS = "--dtype float32" if ON_CPU else "--dtype float32 --attention-backend TRITON_ATTN --enforce-eager"
+"""Engines that compute the same tokens whatever they batch. On a GPU only this backend computes with float32."""
 SEEN = {"WORKER_MAX_MODEL_LEN": "4096", "WORKER_KV_FETCH_MIN_TOKENS": str(BLOCK), "ROUTER_FETCH_TOKENS_MIN": str(BLOCK)}
 """Short prompts are fetched, too."""
-OTHER_MODELS = ("gemma-3", "qwen3-next")
+OTHER_MODELS = ("gemma-3", "granite-4")
 """With windows, and with a state."""
 REFUSAL = re.compile(r"The Baton connector cannot exchange this engine's KV: [^\n]*")
 
@@ -68,7 +68,7 @@ class Model:
     read_back_tokens: int = 0
     """That the prefill engine read from the decode engine before the second turn."""
     turn_is_equal: bool = False
-    explained: list[str] = field(default_factory=list)
+    explained: list[str] = field(default_factory=list, repr=False)
     refused: str = ""
 
     @property
@@ -77,7 +77,7 @@ class Model:
 
     def prove(self) -> None:
         """Start the system and ask it. Raises RunFailed."""
-        arguments = ["--kv-cache", "512M", *self.arguments, *([] if ON_CPU else ["--engine-args", EXACT_ARGS])]
+        arguments = ["--kv-cache", "512M", *self.arguments, "--engine-args", EXACT_ARGS]
         with tempfile.TemporaryDirectory() as folder:
             try:
                 with System(Path(folder), *arguments, env=SEEN) as system:
@@ -169,7 +169,7 @@ def prove_up() -> list[str]:
     return [
         "## `baton up` with two engines, a request explained, handoff and read-back",
         "",
-        f"A prefill and a decode worker of `{TINY_MODEL}`{'' if ON_CPU else f' on one GPU, `{EXACT_ARGS}`'}; prompts of {', '.join(map(str, PROMPTS))} tokens,",
+        f"A prefill and a decode worker of `{TINY_MODEL}`{'' if ON_CPU else ' on one GPU'}, `{EXACT_ARGS}`; prompts of {', '.join(map(str, PROMPTS))} tokens,",
         f"each answer beside that of one engine without anything cached. Read-back: a second turn behind {HISTORY} tokens and an answer of {LONG_ANSWER}.",
         "",
         *model_table([model]),
