@@ -98,7 +98,7 @@ class Model:
         now, now_bytes = asker.reads()
         self.handoffs, self.handoff_bytes = int(now - reads), int(now_bytes - read_bytes)
         _code, said, _error = baton("explain", "--url", asker.system.endpoint, s_max=60.0)
-        self.explained = said.rstrip().splitlines()
+        self.explained = [line.rstrip() for line in said.rstrip().splitlines()]
         history = asker.prompt(HISTORY)
         history += asker.complete(history, "disaggregated", LONG_ANSWER)
         history += asker.prompt(NEXT)
@@ -169,8 +169,9 @@ def prove_up() -> list[str]:
     return [
         "## `baton up` with two engines, a request explained, handoff and read-back",
         "",
-        f"A prefill and a decode worker of `{TINY_MODEL}`{'' if ON_CPU else ' on one GPU'}, `{EXACT_ARGS}`; prompts of {', '.join(map(str, PROMPTS))} tokens,",
-        f"each answer beside that of one engine without anything cached. Read-back: a second turn behind {HISTORY} tokens and an answer of {LONG_ANSWER}.",
+        f"A prefill and a decode worker of `{TINY_MODEL}`{'' if ON_CPU else ' on one GPU'}, `{EXACT_ARGS}`;",
+        f"prompts of {', '.join(map(str, PROMPTS))} tokens, each answer beside that of one engine without anything cached.",
+        f"Read-back: a second turn behind {HISTORY} tokens and an answer of {LONG_ANSWER}.",
         "",
         *model_table([model]),
         "The last of these requests, by `baton explain`:",
@@ -223,7 +224,8 @@ def prove_speed() -> list[str]:
     return [
         "## Handoffs beside vLLM's connector",
         "",
-        f"`{' '.join(command[1:-2])}`: TTFT and second token beside upstream's connector, and GB/s beside a plain read.",
+        f"`python {' '.join(command[1:-2])}`: TTFT and second token beside upstream's connector, and GB/s",
+        "beside a plain read.",
         "",
         *body.replace("\n## ", "\n### ").splitlines(),
         "",
@@ -241,13 +243,15 @@ def prove_goodput() -> list[str]:
     lines = [
         "## Goodput of P/D beside engines that do both",
         "",
-        f"{on.said}. As `make bench-serving` measures it; the SLO is 5 times the TTFT and 3 times the TPOT of one request alone with `--both 2`,",
-        "and rates are shares of what that completes in a closed loop.",
+        f"{on.said}.",
+        "As `make bench-serving` measures it: the SLO is 5 times the TTFT and 3 times the TPOT of one request alone with",
+        "`--both 2`, and rates are shares of what that completes in a closed loop.",
         "",
     ]
     for load in bench.loads:
         lines += [
-            f"**{load.name}.** {load.said} SLO: {bench.limits[load.kind]}.",
+            f"**{load.name}.** {load.said}",
+            f"SLO: {bench.limits[load.kind]}.",
             "",
             *load_table(bench.runs[load.name]),
         ]
@@ -267,8 +271,8 @@ def head() -> list[str]:
         return [
             "# Rehearsal of the GPU proof, on a CPU",
             "",
-            "**This is a rehearsal: `make gpu-proof ON_CPU=1` ran the proof's own code with CPU engines. It shows nothing about GPUs.**",
-            "`make gpu-proof` itself has not run on a GPU yet.",
+            "**This is a rehearsal: `make gpu-proof ON_CPU=1` ran the proof's own code with CPU engines.**",
+            "It shows nothing about GPUs. `make gpu-proof` itself has not run on a GPU yet.",
             "",
             f"{machine()}, commit {commit()}.",
         ]
