@@ -202,7 +202,8 @@ async def _start(launch: Launch, report: Callable[[str], None], followers: Follo
 
     if current_platform.is_cpu():
         _inspect_models_here()
-    source, meter = KvEventSource(launch.run_dir), EngineMeter()
+    source = KvEventSource(launch.run_dir)
+    meter = EngineMeter(stages=launch.settings.pipeline_parallel_size)
     exchange = VllmExchange(launch.run_dir) if launch.settings.connector == "baton" else None
     typed = _arguments(launch, (source.endpoint, source.replay_endpoint))
     try:

@@ -157,9 +157,10 @@ class Waiting:
 class EngineMeter(StatLoggerBase):
     """Sums vLLM's step statistics; makes an ``EngineLoad`` of them only when asked. Runs on the event loop's thread."""
 
-    def __init__(self, vllm_config: Any = None, engine_index: int = 0) -> None:
+    def __init__(self, vllm_config: Any = None, engine_index: int = 0, *, stages: int = 1) -> None:
+        """``stages``: of the engine's pipeline."""
         del vllm_config, engine_index
-        self.steps = StepMeter()
+        self.steps = StepMeter(stages)
         self.sources = SourceTap(self.steps)
         self.waiting_tokens = 0
         self.kv_tokens = 0
