@@ -15,7 +15,7 @@ from services.worker.engines.simulated.core.groups import hash_scheme
 from services.worker.engines.simulated.core.settings import TransferLink
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_events import KvEvent, KvEventBatch, pack_hashes
-from shared.contracts.load import LOAD_HZ_MAX, LoadReport
+from shared.contracts.load import LOAD_HZ_MAX, EngineSpeed, LoadReport
 from shared.contracts.message import WIRE_VERSION
 from shared.contracts.workers import Fingerprint, Role, WorkerPhase, WorkerRecord
 from shared.engine_speed.learner import SAMPLE_S_MIN, SpeedLearner
@@ -84,6 +84,11 @@ class SimWorker:
         ]
         return KvEventBatch(worker_id=self.worker_id, epoch=self.record.epoch, seq=self._seq, events=events)
 
+    @property
+    def speed(self) -> EngineSpeed | None:
+        """What it publishes of its engine."""
+        return self._learner.speed
+
     def prompt_finished(self, job: Job) -> None:
         """Count a computed prompt."""
         self._totals.add(job)
@@ -135,7 +140,7 @@ class SimWorker:
             received_seconds_total=totals.received_s,
             prefill_tokens_per_s=speeds.prompts.prefill_tokens_per_s,
             decode_s_per_token=speeds.decode_s_per_token,
-            speed=self._learner.speed,
+            speed=self.speed,
         )
 
     def _tick(self, now: float) -> int:

@@ -32,6 +32,8 @@ NOISE_SEEDS = 4096
 class World:
     """A fleet and one router. Only an oracle placer reads the engines' state directly."""
 
+    worker_type: type[SimWorker] = SimWorker
+
     def __init__(
         self,
         split: Split,
@@ -48,7 +50,7 @@ class World:
         self.profile = profile
         roles = split.roles()
         made = [
-            SimWorker(number, role, own, self, offset_s=PERIOD_S * number / len(roles))
+            self.worker_type(number, role, own, self, offset_s=PERIOD_S * number / len(roles))
             for number, role in enumerate(roles)
             for given in [by_role.get(role, profile)]
             for own in [

@@ -16,7 +16,7 @@ from services.worker.late_reports import LateReports
 from shared.bus.port import Bus, BusDown
 from shared.contracts.channels import LOAD
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.load import LOAD_HZ_MAX, LOAD_PERIOD_S_MAX, LoadReport
+from shared.contracts.load import LOAD_HZ_MAX, LOAD_PERIOD_S_MAX, EngineSpeed, LoadReport
 from shared.contracts.workers import Role, WorkerPhase
 from shared.engine_speed.learner import SpeedLearner
 
@@ -37,7 +37,9 @@ class LoadPublisher:
         engine: Engine,
         exchange: WorkerExchange | None = None,
         late: LateReports | None = None,
+        speed_of: Callable[[EngineSpeed | None], EngineSpeed | None] | None = None,
     ) -> None:
+        """``speed_of``: the speed to publish when the worker has learned this one; None: just that."""
         self.role = role
         self._bus = bus
         self._worker_id = worker_id
@@ -46,6 +48,7 @@ class LoadPublisher:
         self._engine = engine
         self._exchange = exchange
         self._late = late
+        self._speed_of = speed_of or (lambda own: own)
         self._learner = SpeedLearner()
         self._is_changed = asyncio.Event()
         engine.on_load_changed(self._is_changed.set)
@@ -92,7 +95,7 @@ class LoadPublisher:
             kv_tokens_total=self._engine.facts.kv_tokens,
             digest=self._held.digest(),
             exchange=exchange,
-            speed=self._learner.speed,
+            speed=self._speed_of(self._learner.speed),
             engine_silent_s=0.0 if self._exchange is None else self._exchange.unanswered_s,
             **numbers,
         )

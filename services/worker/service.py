@@ -177,6 +177,7 @@ class Worker:
             engine=engine,
             exchange=exchange,
             late=late,
+            speed_of=group.speed if group is not None else None,
         )
         self._server = LegServer(
             service,

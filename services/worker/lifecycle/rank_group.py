@@ -5,6 +5,9 @@ has died. Each worker therefore holds a connection to rank 0 for as long as it l
 others say. The kernel ends the connection of a killed process at once.
 
 Rank 0 listens only until all have come: a worker that starts again finds no group that still ends.
+
+A step of each takes as long as the longest. So one that had little to do while others had much would learn that its
+engine is slow, and get no requests by which to learn better. All publish the speed that they have learned together.
 """
 
 from __future__ import annotations
@@ -18,12 +21,15 @@ import socket
 import struct
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from math import inf
 from typing import Literal
 
 import msgspec
 
 from services.worker.engines.port import EngineDead
 from services.worker.lifecycle.drain import DrainPlan
+from shared.contracts.load import EngineSpeed
+from shared.engine_speed.learner import combined, is_valid
 
 log = logging.getLogger("baton.worker")
 
@@ -32,6 +38,8 @@ JOIN_S_MAX = 300.0
 RETRY_S = 0.2
 HELLO_S_MAX = 5.0
 LINE_BYTES_MAX = 1024
+SPEED_S = 1.0
+"""How often a worker says at most how fast its engine is."""
 DRAIN_SPREAD_S = 15.0
 """How much longer than its legs may take a worker waits for the others' drains."""
 
@@ -39,7 +47,7 @@ DRAIN_SPREAD_S = 15.0
 class Saying(msgspec.Struct, frozen=True, omit_defaults=True):
     """One line on a connection."""
 
-    kind: Literal["here", "all-here", "draining", "drained", "all-drained"]
+    kind: Literal["here", "all-here", "draining", "drained", "all-drained", "speed"]
     rank: int = 0
     size: int = 0
     port: int = 0
@@ -48,6 +56,8 @@ class Saying(msgspec.Struct, frozen=True, omit_defaults=True):
     evacuate: bool = False
     ordered: bool = False
     """Fields of the plan of a drain, in "draining"."""
+    speed: EngineSpeed | None = None
+    """What a rank has learned of its engine, or rank 0 of all, in "speed"."""
 
 
 _decode = msgspec.json.Decoder(Saying).decode
@@ -97,6 +107,11 @@ class RankGroup:
     """The drain of another worker, which this one has to follow."""
     _drained: set[int] = field(default_factory=set)
     _all_drained: asyncio.Event = field(default_factory=asyncio.Event)
+    _speeds: dict[int, EngineSpeed] = field(default_factory=dict)
+    """What each rank has learned; only rank 0 knows it."""
+    _shared: EngineSpeed | None = None
+    """What all have learned together."""
+    _spoken_at: float = -inf
 
     @property
     def text(self) -> str:
@@ -115,6 +130,17 @@ class RankGroup:
         self._hear(
             Saying("draining", self.place.rank, s_max=plan.s_max, evacuate=plan.evacuate, ordered=plan.ordered), None
         )
+
+    def speed(self, own: EngineSpeed | None) -> EngineSpeed | None:
+        """The speed of the group's engines. ``own``: what this worker has learned; it says so once a second at most."""
+        now = asyncio.get_running_loop().time()
+        if own is not None and now >= self._spoken_at + SPEED_S:
+            self._spoken_at = now
+            if self.place.rank == 0:
+                self._speeds[0] = own
+                own = self._shared = combined(list(self._speeds.values()))
+            self._hear(Saying("speed", self.place.rank, speed=own), None)
+        return self._shared or own
 
     async def end_drain(self, plan: DrainPlan) -> None:
         """Call when this worker has no legs any more: wait for the others, whose engines need this one's."""
@@ -141,6 +167,10 @@ class RankGroup:
 
     def _hear(self, saying: Saying, source: _Peer | None) -> None:
         """``source`` is None for what this worker says. Rank 0 passes everything on."""
+        if saying.kind == "speed" and source is not None:
+            if saying.speed is not None and is_valid(saying.speed):
+                self._learned(source.rank, saying.speed)
+            return
         for peer in self._peers:
             if peer is not source and (self.place.rank == 0 or source is None):
                 peer.say(saying)
@@ -154,6 +184,12 @@ class RankGroup:
                 self._all_drained.set()
         elif saying.kind == "all-drained" and self.place.rank:
             self._all_drained.set()
+
+    def _learned(self, rank: int, speed: EngineSpeed) -> None:
+        if self.place.rank == 0:
+            self._speeds[rank] = speed
+        else:
+            self._shared = speed
 
 
 async def join(place: Place, report: Callable[[str], None], s_max: float = JOIN_S_MAX) -> RankGroup:

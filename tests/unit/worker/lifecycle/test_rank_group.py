@@ -7,6 +7,7 @@ import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import uvloop
 
@@ -18,9 +19,15 @@ from services.worker.tiny_model import ensure_tiny_tokenizer
 from shared.contracts.channels import DRAIN, DRAINED, SLEEP
 from shared.contracts.fleet_orders import DrainWorker, SleepWorker, WorkerDrained
 from shared.contracts.ids import WorkerId
+from shared.contracts.load import EngineSpeed
 from shared.contracts.workers import Role, WorkerPhase
+from shared.engine_speed.learner import combined
+from shared.engine_speed.steps import DEFAULT_STEP_TIMES
 from tests.unit.worker.simulated_workers import SOON_S_MAX, Workers, workers_on_one_bus
 
+DEFAULT = EngineSpeed(
+    **DEFAULT_STEP_TIMES._asdict(), prefill_samples=50.0, decode_samples=50.0, batch_spread=0.1, pairs_per_token=900.0
+)
 IDS = [WorkerId(f"rank-{rank}") for rank in range(3)]
 PLAN = DrainPlan(s_max=5.0, evacuate=True, ordered=True)
 
@@ -131,6 +138,29 @@ async def test_no_new_worker_finds_a_group_that_is_complete(tmp_path: Path):
     groups = await group_of(tmp_path)
     with socket.socket(socket.AF_UNIX) as late, pytest.raises(ConnectionRefusedError):
         late.connect(place(tmp_path, 1).address)
+    for group in groups:
+        group.close()
+
+
+def learned(prefill_token_s: float) -> EngineSpeed:
+    return msgspec.structs.replace(DEFAULT, prefill_token_s=prefill_token_s)
+
+
+async def test_all_publish_the_speed_that_they_have_learned_together(tmp_path: Path):
+    """One that has learned nothing publishes it as well."""
+    groups = await group_of(tmp_path, range(3))
+    assert groups[2].speed(None) is None
+    assert groups[1].speed(learned(1e-4)) == learned(1e-4)
+    together = combined([learned(1e-4), learned(4e-4)])
+
+    async with asyncio.timeout(SOON_S_MAX):
+        while groups[0].speed(None) is None and not groups[0]._speeds:
+            await asyncio.sleep(0)
+        assert groups[0].speed(learned(4e-4)) == together
+        for group in groups[1:]:
+            while group.speed(None) is None:
+                await asyncio.sleep(0)
+            assert group.speed(learned(1.0)) == together
     for group in groups:
         group.close()
 

@@ -32,13 +32,7 @@ class PipelinedEngine:
     """
 
     def __init__(
-        self,
-        timing: StepTiming,
-        stages: int,
-        meter: StepMeter,
-        told: Callable[[], None],
-        *,
-        batch_tokens: int = 2048,
+        self, timing: StepTiming, stages: int, meter: StepMeter, told: Callable[[], None], *, batch_tokens: int = 2048
     ) -> None:
         self._timing, self._stages, self._meter, self._told = timing, stages, meter, told
         self._batch_tokens = batch_tokens

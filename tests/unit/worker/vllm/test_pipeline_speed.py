@@ -7,7 +7,7 @@ import pytest
 from services.worker.engines.simulated.core.settings import PROFILES
 from services.worker.engines.vllm.steps import StepMeter
 from shared.engine_speed.learner import SpeedLearner
-from shared.engine_speed.steps import StepTimeModel, Steps
+from shared.engine_speed.steps import Steps, StepTimeModel
 from tests.unit.worker.vllm.pipelined_engine import PipelinedEngine, Request
 
 TIMING = PROFILES["8b"]

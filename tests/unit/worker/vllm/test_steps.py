@@ -13,10 +13,7 @@ from services.worker.engines.vllm.steps import NoIterations, StepMeter
 def step(meter: StepMeter, now: float, *, prompts=0, decoding=0, left=1, usage=0.0, is_dummy=False) -> None:
     """One that is over; ``left`` requests still run after it."""
     details = SimpleNamespace(
-        num_ctx_requests=int(prompts > 0),
-        num_ctx_tokens=prompts,
-        num_generation_requests=decoding,
-        is_dummy=is_dummy,
+        num_ctx_requests=int(prompts > 0), num_ctx_tokens=prompts, num_generation_requests=decoding, is_dummy=is_dummy
     )
     meter.step(SimpleNamespace(iteration_details=details, kv_cache_usage=usage, num_running_reqs=left), now)
 
