@@ -5,8 +5,8 @@ behind uvicorn. The same load client on core 1 sends each the same number of the
 Baton's nats-server is on core 1, too, and for latencies also on core 0: there it does not take time of the engines' core.
 CPU is user + system time of the router's process minus its idle share. Beside each figure stands the time of constant work on core 0,
 taken just before. Each round starts all processes anew, in another order: two processes of one router can differ by a tenth for as long
-as they live. A run in which a request fails, an answer is short, or a router does not do what the row says, ends with status 1
-and prints no figure: Baton's router must have reported of each request that KV moved between its workers. Prompts are prose
+as they live. The page is written after each round, so that a run that is cut short keeps the rounds that were whole. A run in which a request
+fails, an answer is short, or a router does not do what the row says, ends with status 1 and adds no figure: Baton's router must have reported of each request that KV moved between its workers. Prompts are prose
 that no engine has. The engines of other routers move none, which is no work of their routers.
 """
 
@@ -25,6 +25,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -43,14 +44,16 @@ from bench.bench_router import (
     System,
     await_answers,
     load,
+    measure_idle,
     pin,
     running,
     send,
+    started,
     wait_for,
     write_part,
 )
 from bench.handoffs import Moved, check_moved
-from bench.kv_bench_page import measuring, median_interval, table
+from bench.kv_bench_page import commit, measuring, median_interval, table
 from bench.peer_checks import RunFailed, check_answers, check_decisions, check_legs
 from bench.peer_routers import PEERS, Peer
 from tests.support.nats_server import free_port
@@ -69,6 +72,8 @@ PROFILED_CONNECTIONS = 16
 PROFILED_IDLE_S = 3.0
 PROFILED_REQUESTS = 300
 WARM_UP_REQUESTS = 200
+CUT = 128 + signal.SIGTERM
+"""Exit status of a run that was told to end; its processes end with it."""
 
 
 @dataclass(frozen=True)
@@ -243,7 +248,6 @@ def peer_running(peer: Peer, pairs: int) -> Iterator[Contender]:
             return [get(f"http://127.0.0.1:{port}/bench/served") for port in every]
 
         await_answers(system.port)
-        system.measure_idle()
         yield Contender(peer.name, system.port, system, served)
 
 
@@ -258,7 +262,7 @@ def direct_running() -> Iterator[Contender]:
 
 @contextlib.contextmanager
 def baton_running(name: str, checkout: Path, pairs: int) -> Iterator[Contender]:
-    with running(pairs, checkout) as system:
+    with started(pairs, checkout) as system:
         yield Contender(name, system.port, system)
 
 
@@ -287,6 +291,8 @@ class Figures:
 
 Measured = dict[str, dict[str, Figures]]
 """By row and router."""
+Show = Callable[[list[str]], None]
+"""Shows a page, or what is measured of it so far."""
 
 
 def measure(rows: Sequence[Row], contenders: Sequence[Contender], number: int, measured: Measured) -> None:
@@ -346,11 +352,11 @@ def repeated_in(rows: Sequence[Row], measured: Measured, names: Sequence[str]) -
     return f"Legs that a router sent again by itself, in all rounds: {', '.join(said) or 'none'}."
 
 
-def page(
-    rows: Sequence[Row], measured: Measured, names: Sequence[str], rounds: int, calls: dict[str, list[float]]
-) -> list[str]:
+def page(rows: Sequence[Row], measured: Measured, names: Sequence[str], calls: dict[str, list[float]]) -> list[str]:
+    """With the rows and rounds that are measured so far."""
     baton = names[0]
     lines = []
+    rows = [row for row in rows if row.label in measured]
     for row in rows:
         by_router = without_engines(row, measured[row.label])
         label = f"{row.label.replace('latency', 'added latency')}, {row.unit}"
@@ -358,8 +364,10 @@ def page(
             f"{shown(by_router[name].values)} @ {statistics.median(by_router[name].loops_ms):.1f}" for name in names
         ]
         ratios = [ratio(by_router[baton].values, by_router[name].values) for name in names[1:]]
-        lines.append([label, *figures, *ratios, measured[row.label][baton].moved.said])
-    head = " | ".join(["", *names, *(f"{baton} / {name}" for name in names[1:]), f"handoffs of {baton}"])
+        rounds = len(measured[row.label][baton].values)
+        lines.append([label, *figures, *ratios, rounds, measured[row.label][baton].moved.said])
+    head = " | ".join(["", *names, *(f"{baton} / {name}" for name in names[1:]), "rounds", f"handoffs of {baton}"])
+    called = "; ".join(f"{name} {shown(counted)}" for name, counted in calls.items())
     return [
         "## Beside other routers",
         "",
@@ -368,16 +376,17 @@ def page(
         "`cache_aware` policy. All get the same requests from the same client, which checks the number of tokens in each answer; of next turns the",
         "predicted cached tokens are those that the engine had. Their circuit breakers are off, and they may send a leg again by themselves.",
         "",
-        f"Kernel {platform.release()}. Medians of {rounds} rounds, each of which starts all processes anew, with the least and the greatest, and",
-        "after @ the CPU milliseconds of constant work on the router's core before each run (median). Ratios are medians of",
-        "the rounds' ratios, with the sign test's interval (at 5 rounds the least and the greatest: 94 %). Handoffs are the requests of which KV moved",
+        f"Kernel {platform.release()}. Medians of the rounds, each of which starts all processes anew, with the least and the greatest, and after @",
+        "the CPU milliseconds of constant work on the router's core before each run (median). Ratios are medians of the rounds'",
+        f"ratios, with the sign test's interval (at 5 rounds the least and the greatest: 94 %). A row with fewer than {ROUNDS_MIN} rounds is of a run",
+        "that was cut short. Handoffs are the requests of which KV moved",
         "between Baton's workers, of all rounds; the engines of other routers count a prefill and a decode leg for each request, and move none.",
         "",
         *table(head, lines),
         repeated_in(rows, measured, names),
         "",
         f"Calls per request of {SHORT_TOKENS} tokens ({PROFILED_CONNECTIONS} connections, cProfile, what an idle router calls taken off): "
-        + "; ".join(f"{name} {shown(counted)}" for name, counted in calls.items()),
+        + (called or "not counted"),
         "",
     ]
 
@@ -415,8 +424,8 @@ def calls_per_request(checkout: Path, requests: int, rounds: int) -> list[float]
             return counted
 
 
-def run(arguments: argparse.Namespace) -> list[str]:
-    """The page. Raises RunFailed, CalledProcessError."""
+def run(arguments: argparse.Namespace, show: Show) -> None:
+    """``show`` gets the page after each round of each fleet, and at the end. Raises RunFailed, CalledProcessError."""
     rounds = max(ROUNDS_MIN, arguments.rounds)
     rows = [row for row in make_rows(arguments.quick) if arguments.rows in row.label]
     peers = () if arguments.no_peers else PEERS
@@ -425,25 +434,37 @@ def run(arguments: argparse.Namespace) -> list[str]:
     batons = [("Baton", CHECKOUT)] + [(f"Baton in {other.name}", other.resolve()) for other in arguments.also]
     names = [name for name, _ in batons] + [peer.name for peer in peers]
     measured: Measured = {}
-    for number in range(rounds):
-        for pairs in sorted({row.pairs for row in rows}):
-            of_fleet = [row for row in rows if row.pairs == pairs]
+    for pairs in sorted({row.pairs for row in rows}):
+        of_fleet = [row for row in rows if row.pairs == pairs]
+        for number in range(rounds):
+            begun_at = time.monotonic()
             starts = [baton_running(name, path, pairs) for name, path in batons]
             starts += [peer_running(peer, pairs) for peer in peers]
             if any(row.unit == "ms" for row in of_fleet):
                 starts.append(direct_running())
-            with contextlib.ExitStack() as stack:
-                contenders = [
-                    stack.enter_context(starts[(number + place) % len(starts)]) for place in range(len(starts))
-                ]
-                for contender in contenders:
-                    contender.send(WARM_UP_REQUESTS, connections=16, requests=WARM_UP_REQUESTS, seed="warm-up")
-                measure(of_fleet, contenders, number, measured)
+            measure_round(of_fleet, starts, number, measured)
+            show(page(rows, measured, names, {}))
+            took_s = time.monotonic() - begun_at
+            print(f"{pairs}P+{pairs}D, round {number + 1} of {rounds}: {took_s:.0f} s", file=sys.stderr)
+    begun_at = time.monotonic()
     calls = [calls_per_request(path, PROFILED_REQUESTS, ROUNDS_MIN) for _, path in batons]
-    return page(rows, measured, names, rounds, dict(zip(names, calls, strict=False)))
+    print(f"calls: {time.monotonic() - begun_at:.0f} s", file=sys.stderr)
+    show(page(rows, measured, names, dict(zip(names, calls, strict=False))))
 
 
-def main(argv: list[str] | None = None, run: Callable[[argparse.Namespace], list[str]] = run) -> None:
+def measure_round(
+    rows: Sequence[Row], starts: Sequence[AbstractContextManager[Contender]], number: int, measured: Measured
+) -> None:
+    """Start all processes of a fleet, measure, and end them. Raises RunFailed."""
+    with contextlib.ExitStack() as stack:
+        contenders = [stack.enter_context(starts[(number + place) % len(starts)]) for place in range(len(starts))]
+        measure_idle([contender.system for contender in contenders if not contender.is_direct])
+        for contender in contenders:
+            contender.send(WARM_UP_REQUESTS, connections=16, requests=WARM_UP_REQUESTS, seed="warm-up")
+        measure(rows, contenders, number, measured)
+
+
+def main(argv: list[str] | None = None, run: Callable[[argparse.Namespace, Show], None] = run) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer rows and requests: ten minutes")
     parser.add_argument("--rounds", type=int, default=ROUNDS_MIN, help=f"at least {ROUNDS_MIN}")
@@ -454,17 +475,24 @@ def main(argv: list[str] | None = None, run: Callable[[argparse.Namespace], list
         "--out", type=Path, help="the page; with all rows and no other checkout docs/benchmarks/router.md"
     )
     arguments = parser.parse_args(argv)
-    try:
-        with measuring() as measured:
-            lines = run(arguments)
-    except (RunFailed, subprocess.CalledProcessError) as failed:
-        sys.exit(f"no figures: {failed}")
-    print("\n".join(lines))
     is_whole = not (arguments.rows or arguments.also or arguments.no_peers)
-    if out := arguments.out or (OUT if is_whole else None):
-        said = f"{COMMAND} PEERS=1{' ARGS=--quick' if arguments.quick else ''}"
-        write_part("peers", lines, measured.said, said, out)
+    out = arguments.out or (OUT if is_whole else None)
+    made_by = f"`{COMMAND} PEERS=1{' ARGS=--quick' if arguments.quick else ''}`, commit {commit()}"
+    newest: list[str] = []
+    with measuring() as measured:
+
+        def show(lines: list[str]) -> None:
+            newest[:] = lines
+            if out:
+                write_part("peers", lines, measured.said, made_by, out)
+
+        try:
+            run(arguments, show)
+        except (RunFailed, subprocess.CalledProcessError) as failed:
+            sys.exit(f"no more figures: {failed}")
+    print("\n".join(newest))
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(CUT))
     main()

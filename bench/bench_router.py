@@ -32,6 +32,8 @@ from tests.support.nats_server import NatsServer, free_port
 ROUTER_CORE, OTHER_CORE = "0", "1"
 READY_S_MAX = 120.0
 IDLE_S, IDLE_WINDOWS, IDLE_WINDOWS_MAX = 1.5, 3, 12
+FALLEN_SHARE = 0.8
+"""A smaller fall is noise."""
 LOG_SHOWN_CHARS = 3000
 SHORT_TOKENS, LONG_TOKENS = 100, 8000
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -112,18 +114,6 @@ class System:
         wait_for(f"http://127.0.0.1:{self.port}/ready")
         wait_for(f"http://127.0.0.1:{self.port}/metrics", exact=2 * pairs)
         await_answers(self.port)
-        self.measure_idle()
-
-    def measure_idle(self) -> None:
-        """The least of some windows, until the last one is not the least: a router that answers may still load its
-        tokenizers, on a busy machine for long.
-        """
-        used_s: list[float] = []
-        while len(used_s) < IDLE_WINDOWS or (used_s[-1] <= min(used_s) and len(used_s) < IDLE_WINDOWS_MAX):
-            before = self.cpu_s()
-            time.sleep(IDLE_S)
-            used_s.append(self.cpu_s() - before)
-        self.idle_cpu = min(used_s) / IDLE_S
 
     def cpu_s(self) -> float:
         """CPU of all live threads of the router."""
@@ -147,6 +137,24 @@ class System:
                 process.wait(10)
             process.kill()
             process.wait()
+
+
+def measure_idle(systems: Sequence[System]) -> None:
+    """Of all their routers at once: the least of some windows, as many as it takes until none uses less and less. A router
+    that answers may still load its tokenizers, on a busy machine for long.
+    """
+    windows: list[list[float]] = []
+    while len(windows) < IDLE_WINDOWS or (is_falling(windows) and len(windows) < IDLE_WINDOWS_MAX):
+        before = [system.cpu_s() for system in systems]
+        time.sleep(IDLE_S)
+        windows.append([system.cpu_s() - begun for system, begun in zip(systems, before, strict=True)])
+    for system, used_s in zip(systems, zip(*windows, strict=True), strict=True):
+        system.idle_cpu = min(used_s) / IDLE_S
+
+
+def is_falling(windows: Sequence[Sequence[float]]) -> bool:
+    """Whether one of them used less in the last window than in each before."""
+    return any(last < FALLEN_SHARE * min(before) for *before, last in zip(*windows, strict=True))
 
 
 def cpu_s_of(pid: int) -> float:
@@ -226,6 +234,14 @@ def floor(url: str, rate: int) -> dict[str, float]:
 
 @contextlib.contextmanager
 def running(pairs: int, checkout: Path = CHECKOUT, router: Sequence[str] = ROUTER) -> Iterator[System]:
+    """``started``, with what its router uses while idle."""
+    with started(pairs, checkout, router) as system:
+        measure_idle([system])
+        yield system
+
+
+@contextlib.contextmanager
+def started(pairs: int, checkout: Path = CHECKOUT, router: Sequence[str] = ROUTER) -> Iterator[System]:
     """``router``: what the checkout's Python runs."""
     with (
         tempfile.TemporaryDirectory() as scratch,
@@ -437,29 +453,29 @@ HEAD = [
 ]
 
 
-def write_part(name: str, lines: list[str], said: str, command: str, path: Path) -> None:
-    """Put a part into the page; the others stay."""
-    measured = Measured(lines=lines, said=f"{said}\n`{command}`, commit {commit()}.")
+def write_part(name: str, lines: list[str], said: str, made_by: str, path: Path) -> None:
+    """Put a part into the page; the others stay. ``made_by``: command and commit, told before the page was written."""
+    measured = Measured(lines=lines, said=f"{said}\n{made_by}.")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page_of(HEAD, {name: measured}, ORDER, path.read_text() if path.exists() else ""))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="short runs: three minutes")
+    parser.add_argument("--quick", action="store_true", help="short runs")
     parser.add_argument("--only", default=",".join(PARTS), help="parts, with commas between")
     parser.add_argument("--out", type=Path, default=OUT, help="the page")
     arguments = parser.parse_args()
     if unknown := set(arguments.only.split(",")) - set(PARTS):
         parser.error(f"no part is called {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
-    command = f"{COMMAND} ARGS=--quick" if arguments.quick else COMMAND
+    made_by = f"`{COMMAND}{' ARGS=--quick' if arguments.quick else ''}`, commit {commit()}"
     for name in arguments.only.split(","):
         try:
             with measuring() as measured:
                 lines = PARTS[name](arguments.out, quick=arguments.quick)
         except RunFailed as failed:
             sys.exit(f"no figures: {failed}")
-        write_part(name, lines, measured.said, command, arguments.out)
+        write_part(name, lines, measured.said, made_by, arguments.out)
     print(arguments.out.read_text())
 
 

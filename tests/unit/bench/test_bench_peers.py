@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench.bench_peers import Figures, Measured, Row, cpu_us, latency, main, measure, ratio, without_engines
+from bench.bench_peers import Figures, Measured, Row, Show, cpu_us, latency, main, measure, page, ratio, without_engines
 from bench.load_client import Answers, Connection
 from bench.peer_checks import RunFailed, check_answers, check_decisions, check_legs
 
@@ -213,15 +213,34 @@ def test_one_failed_run_of_one_router_fails_all():
         measure([ROW], [FakeContender("a"), FakeContender("b", fails_at=1)], 0, {})  # type: ignore[arg-type]
 
 
-def test_a_failed_run_exits_with_an_error_and_prints_no_figure(capsys):
-    def run(_arguments: object) -> list[str]:
+def test_a_failed_run_exits_with_an_error_and_keeps_what_was_whole_before(capsys, tmp_path):
+    out = tmp_path / "page.md"
+
+    def run(_arguments: object, show: Show) -> None:
+        show(["| of one round |"])
+        show(["| of two rounds |"])
         raise RunFailed("a stream was short")
 
     with pytest.raises(SystemExit) as exited:
-        main(["--quick"], run)
+        main(["--quick", f"--out={out}"], run)
 
-    assert exited.value.code == "no figures: a stream was short"
+    assert exited.value.code == "no more figures: a stream was short"
     assert capsys.readouterr().out == ""
+    text = out.read_text()
+    assert "| of two rounds |" in text
+    assert "| of one round |" not in text
+
+
+def test_a_page_has_the_rows_and_rounds_that_were_measured():
+    other = Row("long", 2, {"requests": 20}, "µs/request", cpu_us, 20)
+    measured: Measured = {}
+    for number in range(3):
+        measure([ROW], [FakeContender("a"), FakeContender("b")], number, measured)  # type: ignore[arg-type]
+
+    rows = [line.split(" | ") for line in page([ROW, other], measured, ["a", "b"], {}) if line.startswith("| ")]
+
+    assert [row[0] for row in rows] == ["| ", "| short, µs/request"]
+    assert rows[1][-2] == "3"
 
 
 def test_the_engines_own_latency_is_taken_off_in_each_round():
