@@ -169,16 +169,16 @@ def rss_bytes_of(pid: int) -> int:
     return int(status.partition("VmRSS:")[2].split()[0]) * 1024
 
 
-def wait_for(url: str, *, exact: int = 0) -> None:
+def wait_for(url: str, *, exact: int = 0, s_max: float = READY_S_MAX) -> None:
     """Wait until the URL answers and, for /metrics, reports the expected number of exact index entries."""
-    deadline = time.monotonic() + READY_S_MAX
+    deadline = time.monotonic() + s_max
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=2) as answer:
             lines = answer.read().decode().splitlines()
             if sum('state="exact"' in line and line.endswith("} 1.0") for line in lines) >= exact:
                 return
         time.sleep(0.1)
-    raise RuntimeError(f"{url} was not ready within {READY_S_MAX} s")
+    raise RuntimeError(f"{url} was not ready within {s_max} s")
 
 
 def await_answers(port: int) -> None:
@@ -193,11 +193,11 @@ def await_answers(port: int) -> None:
     raise RunFailed(f"the router on port {port} served no request within {READY_S_MAX} s")
 
 
-def load(port: int, **options: Any) -> dict[str, Any]:
-    """Run the load client once."""
+def load(port: int, *, core: str = OTHER_CORE, **options: Any) -> dict[str, Any]:
+    """Run the load client once, on this core."""
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value is not True]
     arguments += [f"--{name}" for name, value in options.items() if value is True]
-    client = ["taskset", "-c", OTHER_CORE, sys.executable, "-m", "bench.load_client", f"--port={port}", *arguments]
+    client = ["taskset", "-c", core, sys.executable, "-m", "bench.load_client", f"--port={port}", *arguments]
     return json.loads(subprocess.run(client, check=True, capture_output=True).stdout)
 
 
@@ -433,9 +433,16 @@ def handoff_part(page: Path, *, quick: bool) -> list[str]:
     return handoff_cost.measure(page, quick=quick)
 
 
+def engines_part(_page: Path, *, quick: bool) -> list[str]:
+    from bench import engine_handoffs  # It runs this module's client and router, and imports psutil's processes.
+
+    return engine_handoffs.measure(quick=quick)
+
+
 PARTS: dict[str, Callable[..., list[str]]] = {
     "requests": requests_part,
     "handoff": handoff_part,
+    "engines": engines_part,
     "streams": streams_part,
     "latency": latency_part,
 }

@@ -2,7 +2,8 @@
 
 Closed loop: each connection sends its next request when it has its answer. Open loop (``--rate``): Poisson arrivals;
 latency counts from the scheduled arrival, so that a stall does not hide the requests that it delayed.
-``--requests`` and ``--conversations`` send a given number of requests instead, without a warm-up.
+``--requests`` and ``--conversations`` send a given number of requests instead, without a warm-up. ``--then-port`` serves
+each request by two servers, as a P/D proxy that takes no time: ``--first-leg`` says what the first one is asked.
 Each prompt is new prose, unless ``--prompts`` says how many there are. Prints one line of JSON.
 """
 
@@ -32,6 +33,17 @@ COUNTED_S_MAX = 120.0
 EVENT, LINE_END = b"data: ", b"\r\n"
 TAIL_BYTES = 16
 COMPLETION_TOKENS = re.compile(rb'"completion_tokens":\s*(\d+)')
+HEAD_END = b"\r\n\r\n"
+SAME, PREFILL, OFFER = "same", "prefill", "offer"
+FIRST_LEGS: dict[str, dict[str, Any] | None] = {
+    SAME: None,
+    PREFILL: {"max_tokens": 1},
+    OFFER: {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}},
+}
+"""Fields of a request's first leg that differ from it: nothing, its first token only, and with it an offer of the KV by
+vLLM's connector, which the second leg then names.
+"""
+TRANSFER = "kv_transfer_params"
 
 
 class Answers:
@@ -65,10 +77,14 @@ class Connection(asyncio.Protocol):
         self.script = script
         """Requests to send, one after the other."""
         self.partner: Connection | None = None
-        """Gets the same request when the answer is complete; the time of both counts as one."""
+        """Gets the request when the answer to its first leg is complete; the time of both counts as one."""
+        self.first_leg = SAME
+        """One of ``FIRST_LEGS``, with a partner."""
         self._answers = answers
         self._on_idle = on_idle
         self._request = b""
+        self._tokens = 0
+        """That its answer has."""
         self._begun_at = 0.0
         self._first_at = 0.0
         self._head = b""
@@ -98,7 +114,9 @@ class Connection(asyncio.Protocol):
         self._left = -1
         self._chunk = self._between = self._events = 0
         self._is_last = self._failed = False
-        self.transport.write(request)
+        fields = FIRST_LEGS[self.first_leg]
+        self._tokens = fields["max_tokens"] if fields else self._answers.tokens
+        self.transport.write(with_fields(request, fields) if fields else request)
 
     def data_received(self, data: bytes) -> None:
         if self._left == -1:
@@ -157,8 +175,8 @@ class Connection(asyncio.Protocol):
     def _is_whole(self) -> bool:
         """Whether the answer has all its tokens; a stream has an event for each and one at its end."""
         if self._answers.stream:
-            return self._events == self._answers.tokens + 1
-        return COMPLETION_TOKENS.findall(self._tail) == [b"%d" % self._answers.tokens]
+            return self._events == self._tokens + 1
+        return COMPLETION_TOKENS.findall(self._tail) == [b"%d" % self._tokens]
 
     def _end(self) -> None:
         answers, now = self._answers, time.perf_counter()
@@ -169,7 +187,7 @@ class Connection(asyncio.Protocol):
         self._left = -1
         self._head = b""
         if self.partner is not None and not self._failed:
-            self.partner.send(self._request, self._begun_at)
+            self.partner.send(self._second_leg(), self._begun_at)
             return
         answers.ended += 1
         if answers.measuring and not self._failed:
@@ -179,6 +197,11 @@ class Connection(asyncio.Protocol):
                 answers.first_event_s.append(self._first_at - self._begun_at)
         self._on_idle(self)
 
+    def _second_leg(self) -> bytes:
+        if self.first_leg != OFFER:
+            return self._request
+        return with_fields(self._request, {TRANSFER: json.loads(self._tail)[TRANSFER]})
+
     def connection_lost(self, exc: Exception | None) -> None:
         if self._left != -1 or self._head:
             self._answers.fail(b"connection lost")
@@ -186,12 +209,20 @@ class Connection(asyncio.Protocol):
 
 def request_of(arguments: argparse.Namespace, prompt: str) -> bytes:
     fields = {"model": arguments.model, "prompt": prompt, "max_tokens": arguments.max_tokens}
-    body = json.dumps({**fields, "stream": arguments.stream, "temperature": 0, "ignore_eos": True}).encode()
+    return http_request({**fields, "stream": arguments.stream, "temperature": 0, "ignore_eos": True})
+
+
+def http_request(fields: dict[str, Any]) -> bytes:
+    body = json.dumps(fields).encode()
     head = (
         "POST /v1/completions HTTP/1.1\r\nhost: bench\r\nx-baton-mode: disaggregated\r\n"
         f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     )
     return head.encode() + body
+
+
+def with_fields(request: bytes, fields: dict[str, Any]) -> bytes:
+    return http_request(json.loads(request.partition(HEAD_END)[2]) | fields)
 
 
 def make_requests(arguments: argparse.Namespace) -> Iterator[bytes]:
@@ -261,6 +292,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.then_port:
         for first in connections:
             first.partner = await connect(arguments.then_port, iter(()), lambda _, first=first: on_idle(first))
+            first.first_leg = arguments.first_leg
     if arguments.rate:
         idle.extend(connections)
         arriving = asyncio.ensure_future(arrive(arguments, idle, late, send_next))
@@ -349,6 +381,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--turns-from", type=int, default=0, help="the first turn of each that is sent")
     parser.add_argument("--turns-to", type=int, default=1, help="how many turns each has")
     parser.add_argument("--then-port", type=int, default=0, help="send each request there, too, after its answer")
+    parser.add_argument("--first-leg", choices=FIRST_LEGS, default=SAME, help="what is asked before that")
     return parser
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bench.bench_peers import Figures, Measured, Row, Show, cpu_us, latency, main, measure, page, ratio, without_engines
-from bench.load_client import Answers, Connection
+from bench.load_client import HEAD_END, OFFER, PREFILL, SAME, TRANSFER, Answers, Connection, http_request
 from bench.peer_checks import RunFailed, check_answers, check_decisions, check_legs
 
 RESULT = {"sent": 10, "ended": 10, "errors": 0, "short": 0, "first_error": ""}
@@ -176,6 +176,35 @@ def test_a_lost_connection_is_an_error():
     connection.connection_lost(None)
 
     assert answers.errors == 1
+
+
+REQUEST = http_request({"prompt": "a", "max_tokens": 4})
+OFFERED = {"remote_engine_id": "e", "remote_block_ids": [1, 2]}
+
+
+def answer_of(tokens: int, **more: Any) -> bytes:
+    body = json.dumps({"usage": {"completion_tokens": tokens}, **more}).encode()
+    return b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+
+
+@pytest.mark.parametrize(
+    ("first_leg", "first_tokens", "passed_on"), [(SAME, 4, {}), (PREFILL, 1, {}), (OFFER, 1, {TRANSFER: OFFERED})]
+)
+def test_the_client_asks_two_servers_as_a_proxy_does(first_leg, first_tokens, passed_on):
+    answers, first = asked(4, stream=False)
+    first.partner = second = Connection(answers, lambda _: None, iter(()))
+    second.transport = Wire()
+    first.first_leg = first_leg
+
+    first.send(REQUEST, 0.0)
+    first.data_received(answer_of(first_tokens, **{TRANSFER: OFFERED}))
+    second.data_received(answer_of(4))
+
+    legs = [json.loads(one.transport.written[-1].partition(HEAD_END)[2]) for one in (first, second)]
+    assert [leg["max_tokens"] for leg in legs] == [first_tokens, 4]
+    assert (TRANSFER in legs[0]) == (first_leg == OFFER)
+    assert legs[1] == {"prompt": "a", "max_tokens": 4, **passed_on}
+    assert (answers.errors, answers.done) == (0, 1)
 
 
 ROW = Row("short", 1, {"requests": 10}, "µs/request", cpu_us, 10)
