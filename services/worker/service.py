@@ -130,6 +130,8 @@ async def run_worker(
         finally:
             if group is not None:
                 group.close()
+            # It reports no load from here on: one that is still registered while its engine ends would look lost.
+            await registration.remove()
             await engine.close(ENGINE_CLOSE_S_MAX)
         if service.stopping.is_set() or not (plan.ordered or plan.sleeps):
             return Ending.STOPPED

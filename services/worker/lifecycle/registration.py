@@ -95,8 +95,10 @@ class Registration:
                 pass
 
     async def remove(self) -> None:
-        """The worker ends. Nothing writes the record afterwards."""
+        """The worker ends. Nothing writes the record afterwards; a second call changes nothing."""
         async with self._writing:
+            if self._is_over:
+                return
             self.record = msgspec.structs.replace(self.record, phase=WorkerPhase.GONE)
             self._is_over = True
             try:

@@ -83,6 +83,8 @@ class FakeEngine:
         self.transfer_report: KvTransferReport | None = None
         self.now = EngineLoad()
         self.closed = False
+        self.may_close = asyncio.Event()
+        self.may_close.set()
         self.listeners: list[Callable[[], None]] = []
 
     async def app(self, scope, receive, send) -> None:
@@ -174,6 +176,7 @@ class FakeEngine:
         return await asyncio.shield(self.reason)
 
     async def close(self, deadline_s: float) -> None:
+        await self.may_close.wait()
         self.closed = True
 
 

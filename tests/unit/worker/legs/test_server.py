@@ -10,6 +10,7 @@ import pytest
 
 from services.worker.engines.port import CURRENT_LEG
 from services.worker.service import IN_FLIGHT_LISTS_S
+from shared.contracts.channels import WORKER_RECORDS
 from shared.contracts.failures import Reason
 from shared.contracts.ids import Epoch, RouterId
 from shared.contracts.inference import FrameKind, LegKind
@@ -279,6 +280,20 @@ async def test_draining_lets_running_legs_finish_and_takes_no_new_ones():
         assert frames[-1].kind is FrameKind.END
         assert await worker.exit == 0
         assert worker.engine.closed
+
+
+async def test_a_worker_whose_engine_takes_long_to_end_is_gone_before():
+    async with running_worker() as worker:
+        worker.engine.may_close.clear()
+        records = await worker.bus.key_value_store(WORKER_RECORDS)
+        worker.service.stopping.set()
+        async with asyncio.timeout(WAIT_S_MAX):
+            while await records.get(worker.settings.worker_id) is not None:
+                await asyncio.sleep(0)
+
+        assert not worker.engine.closed
+        worker.engine.may_close.set()
+        assert await worker.exit == 0
 
 
 async def test_legs_that_outlast_the_drain_are_failed():
