@@ -60,7 +60,8 @@ def test_an_engines_load_is_the_last_steps_queues_and_the_sums_of_all_steps():
     first, second = IterationStats(), IterationStats()
     first.prompt_token_stats.update_from_output(prompt)
     first.num_generation_tokens, first.num_preempted_reqs = 1, 1
-    second.num_generation_tokens, second.inter_token_latencies_iter = 2, [0.01, 0.03]
+    second.num_generation_tokens, second.time_to_first_tokens_iter = 9, [1.0]
+    second.inter_token_latencies_iter = [0.01, 0.15]  # Of eight tokens: with accepted drafts a step has several.
 
     meter.record(SchedulerStats(num_running_reqs=3, kv_cache_usage=0.1), first)
     moved = {"bytes_transferred": [5, 6], "transfer_duration": [0.5]}
@@ -83,5 +84,5 @@ def test_an_engines_load_is_the_last_steps_queues_and_the_sums_of_all_steps():
     assert (load.prompt_tokens_total, load.computed_tokens_total) == (100, 4)
     assert (load.cached_tokens_total, load.received_tokens_total) == (32, 64)
     assert (load.received_bytes_total, load.received_seconds_total) == (11, 0.5)
-    assert (load.generation_tokens_total, load.preemptions_total) == (3, 1)
+    assert (load.generation_tokens_total, load.preemptions_total) == (10, 1)
     assert load.decode_s_per_token == pytest.approx(0.02)

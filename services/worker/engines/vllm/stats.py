@@ -228,8 +228,10 @@ class EngineMeter(StatLoggerBase):
             load.received_tokens_total += prompts.external_kv_transfer
         load.generation_tokens_total += step.num_generation_tokens
         load.preemptions_total += step.num_preempted_reqs
-        if gaps := step.inter_token_latencies_iter:
-            load.decode_s_per_token = smooth(load.decode_s_per_token, sum(gaps) / len(gaps))
+        # VLLM's gaps are those between a request's steps, each of which has several tokens where drafts are accepted.
+        later_tokens = step.num_generation_tokens - len(step.time_to_first_tokens_iter)
+        if later_tokens > 0 and (gaps := step.inter_token_latencies_iter):
+            load.decode_s_per_token = smooth(load.decode_s_per_token, sum(gaps) / later_tokens)
 
 
 def _queues(stats: Any, kv_tokens: int) -> dict[str, Any]:

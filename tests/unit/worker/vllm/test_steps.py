@@ -8,14 +8,27 @@ from types import SimpleNamespace
 import pytest
 
 from services.worker.engines.vllm.steps import NoIterations, StepMeter
+from shared.engine_speed.learner import SpeedLearner
+from shared.engine_speed.steps import StepTimeModel
 
 
-def step(meter: StepMeter, now: float, *, prompts=0, decoding=0, left=1, usage=0.0, is_dummy=False) -> None:
-    """One that is over; ``left`` requests still run after it."""
+def step(meter: StepMeter, now: float, *, prompts=0, decoding=0, checked=0, left=1, usage=0.0, is_dummy=False) -> None:
+    """One that is over; ``left`` requests still run after it. ``checked``: tokens that it computed for those that decode,
+    with drafted ones.
+    """
     details = SimpleNamespace(
-        num_ctx_requests=int(prompts > 0), num_ctx_tokens=prompts, num_generation_requests=decoding, is_dummy=is_dummy
+        num_ctx_requests=int(prompts > 0),
+        num_ctx_tokens=prompts,
+        num_generation_requests=decoding,
+        num_generation_tokens=checked or decoding,
+        is_dummy=is_dummy,
     )
     meter.step(SimpleNamespace(iteration_details=details, kv_cache_usage=usage, num_running_reqs=left), now)
+
+
+def answered(tokens: int = 1) -> SimpleNamespace:
+    """A step's output for a request that decodes."""
+    return SimpleNamespace(prefill_stats=None, events=None, new_token_ids=[7] * tokens)
 
 
 def first_token(meter: StepMeter, made_at: float, scheduled_at: float, *, computed=100, cached=0) -> None:
@@ -45,12 +58,28 @@ def test_consecutive_steps_have_no_pause_between_them():
     first_token(meter, 1.2, 1.0)
     step(meter, 1.2, prompts=100)
     for number in range(1, 11):
-        meter.results([SimpleNamespace(prefill_stats=None, events=None)], 1.2 + number * 0.06)
+        meter.results([answered()], 1.2 + number * 0.06)
         step(meter, 1.21 + number * 0.06, decoding=2, usage=0.05, left=2)
 
     totals = meter.totals()
     assert totals.seconds == pytest.approx(0.2 + 10 * 0.06)
     assert (totals.decode_steps, totals.decode_requests, totals.decode_context_tokens) == (10, 20, 5000)
+
+
+@pytest.mark.parametrize("accepted", [0, 3])
+def test_accepted_drafts_do_not_make_a_step_look_faster(accepted: int):
+    meter, learner = StepMeter(), SpeedLearner()
+    first_token(meter, 1.2, 1.0)
+    step(meter, 1.2, prompts=100, left=2)
+    for number in range(1, 101):
+        meter.results([answered(1 + accepted), answered(1 + accepted)], 1.2 + number * 0.06)
+        step(meter, 1.21 + number * 0.06, decoding=2, checked=2 * (1 + 3), left=2)
+        learner.observe(meter.totals(), meter.counter.prompt_totals())
+
+    totals = meter.totals()
+    assert totals.seconds == pytest.approx(0.2 + 100 * 0.06)
+    assert (totals.decode_steps, totals.decode_requests) == (100, 200)
+    assert StepTimeModel.of(learner.speed).decode_step_of(2, 0) == pytest.approx(0.06, rel=0.05)
 
 
 def test_steps_within_a_prompt_end_when_they_are_reported():
@@ -83,7 +112,7 @@ def test_idle_time_is_no_part_of_a_step():
     for at in (10.0, 50.0, 90.0):
         first_token(meter, at + 0.1, at)
         step(meter, at + 0.1, prompts=100)
-        meter.results([SimpleNamespace(prefill_stats=None, events=None)], at + 0.15)
+        meter.results([answered()], at + 0.15)
         step(meter, at + 0.15, decoding=1, left=0)
 
     assert meter.totals().seconds == pytest.approx(3 * 0.15)
@@ -93,7 +122,7 @@ def test_a_prompts_pairs_count_with_the_step_of_its_first_token():
     meter = StepMeter()
     first_token(meter, 1.2, 1.0, computed=3000, cached=1000)
     step(meter, 1.2, prompts=3000)
-    meter.results([SimpleNamespace(prefill_stats=None, events=None)], 1.3)
+    meter.results([answered()], 1.3)
     step(meter, 1.3, decoding=1)
 
     assert meter.totals().prefill_pairs == 3000 * (1000 + 1500)
