@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import psutil
+import pytest
 
 from shared.contracts.inference import Frame, FrameKind, LegKind, LegReport
 from shared.contracts.kv_exchange import KvOffer, KvTransferReport
 from shared.contracts.workers import WorkerPhase
+from tests.support.drafters import ACCEPTED_MIN, Drafting
 from tests.support.kv_driver import BLOCK, MODEL, Driver, driving
 from tests.support.kv_tap import Tap
 from tests.support.model_families import FAMILIES, Family, make_model
@@ -32,7 +34,12 @@ from tests.support.worker_processes import WorkerProcess, start_worker, wait_rea
 PREFILL, DECODE = "p1", "d1"
 STAGES = "two-stages"
 """Instead of a family: the prefill engine has two pipeline stages."""
+DRAFTS = tuple(ACCEPTED_MIN)
+"""Instead of a family: both engines draft so, and the draft's KV is handed over as well."""
+KINDS = ("llama", "granite-4", "deepseek-v2", STAGES, *DRAFTS)
+"""Beside the windows of Gemma 3: layers that are all alike, states, MLA, and the rest."""
 LEASE_S = 6.0
+EXPIRED_S_MAX = LEASE_S + 30.0
 CHUNK_TOKENS = 256
 """Prompt tokens that the prefill engine computes in one step; of a model with a state a block's, as a CPU needs it."""
 LEN_MAX = 2000
@@ -67,6 +74,8 @@ class Model:
     engine_args: str = ""
     environ: Mapping[str, str] = field(default_factory=dict)
     """Variables of both engines."""
+    accepted_min: float = 0.0
+    """Share of the drafted tokens that the decode engine accepts, if its draft has the KV of the whole prompt."""
 
     @property
     def block(self) -> int:
@@ -75,10 +84,18 @@ class Model:
 
 
 def family_model(family: str, folder: Path, **options: Any) -> Model:
-    """A tiny model of the family, made below ``folder``. Of ``STAGES`` it is a Gemma 3."""
+    """A tiny model of the family, made below ``folder``. Of ``STAGES`` it is a Gemma 3, of ``DRAFTS`` a Llama or
+    a MiMo.
+    """
     if family == STAGES:
         stages = {"pipeline_parallel_size": "2", "cpu_cores": "0,1"}
         return replace(family_model("gemma-3", folder), prefill_settings=stages)
+    if family in DRAFTS:
+        drafting = Drafting.by(family, folder)
+        settings = {"model": str(drafting.model), "served_model_name": MODEL}
+        return Model(
+            settings, FAMILIES["llama"], engine_args=drafting.engine_args, accepted_min=ACCEPTED_MIN[family], **options
+        )
     settings = {"model": str(make_model(family, folder)), "served_model_name": MODEL}
     return Model(settings, FAMILIES[family], **options)
 
@@ -114,10 +131,30 @@ class Pair:
     nats: NatsServer
     folder: Path
     model: Model
-    prefill: WorkerProcess
-    decode: WorkerProcess
+    workers: dict[str, WorkerProcess] = field(default_factory=dict)
+    """Prefill and decode."""
     lends: bool = True
     """Whether the engines lend blocks by hash."""
+
+    @property
+    def prefill(self) -> WorkerProcess:
+        return self.workers[PREFILL]
+
+    @property
+    def decode(self) -> WorkerProcess:
+        return self.workers[DECODE]
+
+    def start(self, name: str) -> None:
+        """Start a worker, in place of one of that name."""
+        self.end(name)
+        environ = {**ENVIRON, **self.model.environ}
+        self.workers[name] = start_worker(
+            self.nats.url, name, self.folder, environ=environ, **settings_of(name, self.model)
+        )
+
+    def end(self, name: str) -> None:
+        if name in self.workers:
+            self.workers[name].kill()
 
     @contextmanager
     def frozen_prefill_engine(self) -> Iterator[psutil.Process]:
@@ -128,8 +165,7 @@ class Pair:
     async def restart_prefill(self, tap: Tap) -> None:
         """Kill the prefill worker, start it again and wait until it is ready."""
         old = tap.loads[PREFILL].epoch
-        self.prefill.kill()
-        self.prefill = start_prefill(self.nats.url, self.folder, self.model)
+        self.start(PREFILL)
 
         def is_back() -> bool:
             load = tap.loads[PREFILL]
@@ -138,59 +174,39 @@ class Pair:
         await tap.until(is_back, "the prefill worker is back", START_S_MAX)
 
 
-def start_prefill(url: str, folder: Path, model: Model) -> WorkerProcess:
-    return start_worker(
-        url,
-        PREFILL,
-        folder,
-        environ={**ENVIRON, **model.environ},
-        role="prefill",
-        kv_lease_s=str(LEASE_S),
-        max_model_len=str(LEN_MAX),
-        engine_args=f"--max-num-batched-tokens {model.block if model.family.states else CHUNK_TOKENS} {model.engine_args}",
-        **{"cpu_cores": "0", **model.settings, **model.prefill_settings},
-    )
-
-
-def start_decode(url: str, folder: Path, model: Model) -> WorkerProcess:
-    return start_worker(
-        url,
-        DECODE,
-        folder,
-        environ={**ENVIRON, **model.environ},
-        role="decode",
-        kv_lease_s=str(LEASE_S),
-        max_model_len=str(LEN_MAX),
-        engine_args=f"{decode_memory(model.family)} {model.engine_args}",
-        **{"cpu_cores": "1", **model.settings, **model.decode_settings},
-    )
+def settings_of(name: str, model: Model) -> dict[str, str]:
+    """Settings of the prefill or the decode worker."""
+    common = {"kv_lease_s": str(LEASE_S), "max_model_len": str(LEN_MAX), **model.settings}
+    if name == PREFILL:
+        step = f"--max-num-batched-tokens {model.block if model.family.states else CHUNK_TOKENS}"
+        own = {"role": "prefill", "cpu_cores": "0", **model.prefill_settings}
+        return {**common, **own, "engine_args": f"{step} {model.engine_args}"}
+    own = {"role": "decode", "cpu_cores": "1", **model.decode_settings}
+    return {**common, **own, "engine_args": f"{decode_memory(model.family)} {model.engine_args}"}
 
 
 @contextmanager
 def kv_pair(folder: Path, model: Model) -> Iterator[Pair]:
     """Starts two engines, so share one pair between tests."""
-    with NatsServer(folder, has_buckets=True) as nats:
-        workers = start_prefill(nats.url, folder, model), start_decode(nats.url, folder, model)
-        pair = Pair(nats, folder, model, *workers)
-        try:
-            asyncio.run(wait_ready(nats.url, list(workers)))
-            record = pair.prefill.record
-            assert record is not None
-            assert record.hashing.block_size == model.block
-            pair.lends = record.prefix_caching
-            yield pair
-        finally:
-            for worker in (pair.prefill, pair.decode):
-                worker.kill()
+    with ExitStack() as stack:
+        pair = Pair(stack.enter_context(NatsServer(folder, has_buckets=True)), folder, model)
+        for name in (PREFILL, DECODE):
+            stack.callback(pair.end, name)
+            pair.start(name)
+        asyncio.run(wait_ready(pair.nats.url, [pair.prefill, pair.decode]))
+        record = pair.prefill.record
+        assert record is not None
+        assert record.hashing.block_size == model.block
+        pair.lends = record.prefix_caching
+        yield pair
 
 
 @asynccontextmanager
 async def driver_of(pair: Pair) -> AsyncIterator[Driver]:
     """A driver for one test. Restarts a worker that an earlier test killed, so that failures do not spread."""
-    if pair.prefill.process.poll() is not None:
-        pair.prefill = start_prefill(pair.nats.url, pair.folder, pair.model)
-    if pair.decode.process.poll() is not None:
-        pair.decode = start_decode(pair.nats.url, pair.folder, pair.model)
+    for name in (PREFILL, DECODE):
+        if pair.workers[name].process.poll() is not None:
+            pair.start(name)
     async with Tap(pair.nats.url) as tap, driving(tap) as driver:
 
         def ready() -> bool:
@@ -199,6 +215,30 @@ async def driver_of(pair: Pair) -> AsyncIterator[Driver]:
 
         await tap.until(ready, "both workers are ready", START_S_MAX)
         yield driver
+
+
+def pair_of(*families: str) -> Callable[..., Iterator[Pair]]:
+    """The fixture of a test file: its tests run with a pair for each of these (see ``family_model``)."""
+
+    @pytest.fixture(scope="module", params=families)
+    def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+        folder = tmp_path_factory.mktemp("pair")
+        with kv_pair(folder, family_model(request.param, folder)) as pair:
+            yield pair
+
+    return pair
+
+
+@pytest.fixture
+async def settled_driver(pair: Pair) -> AsyncIterator[Driver]:
+    """Each test leaves nothing pinned, read or served. A draft knew the prompts, whatever became of their KV."""
+    async with driver_of(pair) as driver:
+        yield driver
+        await driver.tap.until_settled(PREFILL, DECODE, s_max=EXPIRED_S_MAX)
+        for leg in driver.tap.legs.values():
+            kv = leg.report.kv if leg.report is not None else None
+            if kv is not None and kv.drafted_tokens:
+                assert kv.accepted_tokens >= pair.model.accepted_min * kv.drafted_tokens, (leg.start.kind, kv)
 
 
 async def until_first_token(leg: PulledLeg) -> list[Frame]:

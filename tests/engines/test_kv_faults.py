@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
 
 import psutil
 import pytest
@@ -22,6 +21,7 @@ from tests.engines.kv_boundaries import handshake_of, left_out, prove_boundaries
 from tests.engines.kv_forgeries import GARBLED, Garbled, forgeries, right
 from tests.engines.kv_pair import (
     DECODE,
+    EXPIRED_S_MAX,
     HALF_TOKENS,
     LEASE_S,
     LEG_S_MAX,
@@ -29,12 +29,12 @@ from tests.engines.kv_pair import (
     VICTIM_TOKENS,
     Pair,
     driver_of,
-    family_model,
     kill,
-    kv_pair,
     packed,
+    pair_of,
     remaining_frames,
     report_of,
+    settled_driver,
     start_following,
     start_two_that_do_not_fit,
     tokens_of,
@@ -47,7 +47,6 @@ from tests.support.worker_processes import GONE_S_MAX, gone
 
 pytestmark = [pytest.mark.vllm, pytest.mark.nats]
 
-EXPIRED_S_MAX = LEASE_S + 30.0
 PROMPT = 393
 """Tokens: some blocks of any model and a part of one; the decode engine holds four of them."""
 LONG_PROMPT = 1283
@@ -59,19 +58,7 @@ requests of somebody who has hung up.
 """
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    folder = tmp_path_factory.mktemp("kv-faults")
-    with kv_pair(folder, family_model("gemma-3", folder)) as pair:
-        yield pair
-
-
-@pytest.fixture
-async def driver(pair: Pair) -> AsyncIterator[Driver]:
-    """Each test leaves nothing pinned, read or served."""
-    async with driver_of(pair) as driver:
-        yield driver
-        await driver.tap.until_settled(PREFILL, DECODE, s_max=EXPIRED_S_MAX)
+pair, driver = pair_of("gemma-3"), settled_driver
 
 
 @pytest.fixture

@@ -1,30 +1,28 @@
-"""Readers of a prefill engine that dies and is started again, on real engines: for models of each kind."""
+"""Readers of a prefill engine that dies and is started again, on real engines: for models, drafters and groups of each kind."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
 from shared.contracts.inference import LegKind
 from tests.engines.kv_pair import (
     DECODE,
+    KINDS,
     PREFILL,
-    STAGES,
     Pair,
-    driver_of,
-    family_model,
     kill,
-    kv_pair,
     packed,
+    pair_of,
     remaining_frames,
+    settled_driver,
     start_following,
     tokens_of,
     until_decode_reads,
     until_first_token,
 )
-from tests.engines.test_kv_faults import EXPIRED_S_MAX, PROMPT
+from tests.engines.test_kv_faults import PROMPT
 from tests.support.kv_driver import TOKENS, Driver, transfer_report_of
 from tests.support.prompts import random_prompt
 
@@ -33,19 +31,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.nats]
 SHORT_PROMPT = 201
 
 
-@pytest.fixture(scope="module", params=["gemma-3", "llama", "granite-4", "deepseek-v2", STAGES])
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    folder = tmp_path_factory.mktemp("restarted-holders")
-    with kv_pair(folder, family_model(request.param, folder)) as pair:
-        yield pair
-
-
-@pytest.fixture
-async def driver(pair: Pair) -> AsyncIterator[Driver]:
-    """The test leaves nothing pinned, read or served."""
-    async with driver_of(pair) as driver:
-        yield driver
-        await driver.tap.until_settled(PREFILL, DECODE, s_max=EXPIRED_S_MAX)
+pair, driver = pair_of("gemma-3", *KINDS), settled_driver
 
 
 async def test_readers_survive_a_prefill_engine_that_dies_and_its_restart(pair: Pair, driver: Driver):

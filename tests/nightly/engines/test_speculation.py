@@ -1,25 +1,22 @@
 """Handoffs between real engines with speculative decoding: the draft's KV travels with the model's.
 
-The model drafts for itself, so that nearly every drafted token is accepted where the draft has the KV of the prompt. Greedy
-tokens are the model's whatever was drafted, so only the share of accepted drafts tells whether the draft's KV has arrived.
+The drafter computes what the model does, so that nearly every drafted token is accepted where it has the KV of the prompt.
+Greedy tokens are the model's whatever was drafted, so only the share of accepted drafts tells whether the draft's KV has arrived.
 """
 
 from __future__ import annotations
 
-import json
-import shlex
-import shutil
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
-from services.worker.tiny_model import ensure_tiny_model
 from shared.contracts.inference import LegKind
 from shared.contracts.kv_exchange import KvTransferReport
+from shared.contracts.load import StepTotals
+from shared.engine_speed.steps import Steps
 from tests.engines.forged_reads import ENGINE_ARGS, FORGERY_FILE, Forgery, spoil, spoiled
+from tests.support.drafters import ACCEPTED_MIN, AT_LEAST, DRAFTED, METHODS, Drafting
 from tests.support.kv_driver import BLOCK, MODEL, Driver, driving, transfer_report_of
 from tests.support.kv_tap import Tap
 from tests.support.nats_server import NatsServer
@@ -30,21 +27,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.nats]
 
 PREFILL, DECODE, PLAIN = "p1", "d1", "plain"
 ANSWER = 64
-AT_LEAST = 0.98
-"""Acceptance after a handoff, as a share of that without one."""
-ACCEPTED_MIN = {"draft": AT_LEAST, "eagle": 0.8}
-"""Acceptance without a handoff."""
-
-
-def speculation(**config: object) -> str:
-    return f"--speculative-config {shlex.quote(json.dumps({'num_speculative_tokens': 3, **config}))}"
-
-
-METHODS = {
-    "draft": {"method": "draft_model"},
-    "eagle": {"method": "eagle"},
-    "ngram": {"method": "ngram", "prompt_lookup_max": 2, "prompt_lookup_min": 1},
-}
 
 
 @pytest.fixture(scope="module", params=METHODS)
@@ -64,13 +46,12 @@ def forgery(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def nats(method: str, forgery: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
     folder: Path = tmp_path_factory.mktemp("drafts")
-    target, drafter = drafting_models(method, folder)
-    drafting = speculation(**METHODS[method], **({"model": str(drafter)} if drafter else {}))
-    decode = {"engine_args": f"{drafting} {ENGINE_ARGS}", "environ": {FORGERY_FILE: str(forgery)}}
+    drafting = Drafting.by(method, folder)
+    decode = {"engine_args": f"{drafting.engine_args} {ENGINE_ARGS}", "environ": {FORGERY_FILE: str(forgery)}}
     # A drafter that looks for earlier text has no KV: the prefill engine does without.
-    prefill = {"engine_args": drafting if drafter else ""}
+    prefill = {"engine_args": drafting.engine_args if method != "ngram" else ""}
     with NatsServer(folder, has_buckets=True) as nats:
-        model = {"model": str(target), "served_model_name": MODEL, "max_model_len": "2000"}
+        model = {"model": str(drafting.model), "served_model_name": MODEL, "max_model_len": "2000"}
         with ready_workers(
             nats.url,
             start_worker(nats.url, PREFILL, folder, role="prefill", cpu_cores="0", **model, **prefill),
@@ -78,36 +59,6 @@ def nats(method: str, forgery: Path, tmp_path_factory: pytest.TempPathFactory) -
             start_worker(nats.url, PLAIN, folder, role="both", cpu_cores="0", **model),
         ):
             yield nats
-
-
-def drafting_models(method: str, folder: Path) -> tuple[Path, Path | None]:
-    """The model, and the one that drafts for it if there is one."""
-    tiny = ensure_tiny_model(folder)
-    if method == "eagle":
-        return eagle_of(tiny, folder)
-    return tiny, tiny if method == "draft" else None
-
-
-def eagle_of(tiny: Path, folder: Path) -> tuple[Path, Path]:
-    """A model with the first layer of this one, and an EAGLE head that computes the same, but for a prompt's first token,
-    which heads do not see. A head has no norms before and after its layer: embeddings of unit length need none before,
-    and the likeliest token is the same without one after.
-    """
-    model, head = folder / "one-layer", folder / "eagle"
-    shutil.copytree(tiny, model)
-    head.mkdir()
-    config = {**json.loads((tiny / "config.json").read_text()), "num_hidden_layers": 1}
-    weights = {name: array for name, array in load_file(tiny / "model.safetensors").items() if "layers.1." not in name}
-    embeddings = weights["model.embed_tokens.weight"]
-    weights["model.embed_tokens.weight"] = embeddings / np.sqrt(np.mean(embeddings**2, axis=1, keepdims=True))
-    layer = {name.removeprefix("model."): array for name, array in weights.items() if "layers.0." in name}
-    del layer["layers.0.input_layernorm.weight"]
-    one = np.eye(embeddings.shape[1], dtype=np.float32)
-    fed = np.concatenate([one, np.zeros_like(one)], axis=1)  # The token's embedding, nothing of the model's state.
-    for path, arrays in ((model, weights), (head, {**layer, "fc.weight": fed})):
-        (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        save_file(arrays, path / "model.safetensors", metadata={"format": "pt"})
-    return model, head
 
 
 @pytest.fixture
@@ -164,6 +115,25 @@ async def test_without_the_drafts_kv_hardly_any_draft_is_accepted(driver: Driver
 
     assert after.token_ids == by_itself.token_ids
     assert acceptance(transfer_report_of(after)) < 0.5
+
+
+async def test_an_engine_reports_its_steps_and_not_the_tokens_of_accepted_drafts(driver: Driver, method: str):
+    """Its speed is learned from what it reports: steps that make several tokens must not look faster."""
+    before = await steps_of_decode(driver)
+    report = transfer_report_of(await alone(driver, random_prompt(f"steps {method}", 333)))
+    made = Steps.between(before, await steps_of_decode(driver))
+
+    later_tokens = ANSWER - 1 - report.accepted_tokens  # The last step may accept more than the answer has room for.
+    assert later_tokens <= made.decode_requests <= later_tokens + DRAFTED
+    assert made.decode_steps == made.decode_requests
+
+
+async def steps_of_decode(driver: Driver) -> StepTotals:
+    """The decode engine's totals; it computes nothing."""
+    await driver.tap.until_settled(DECODE)
+    steps = driver.tap.loads[DECODE].steps
+    assert steps is not None
+    return steps
 
 
 async def test_usage_and_log_probabilities_are_those_without_drafts(driver: Driver, method: str):
