@@ -26,6 +26,7 @@ from tests.support.kv_driver import BLOCK, MODEL, Driver, driving
 from tests.support.kv_tap import Tap
 from tests.support.model_families import FAMILIES, Family, make_model
 from tests.support.nats_server import NatsServer
+from tests.support.network_hosts import ADDRESSES, DAY_AHEAD, MEETING, Host, two_hosts, typing_on
 from tests.support.processes import freeze
 from tests.support.prompts import random_prompt
 from tests.support.pulled_legs import PulledLeg
@@ -36,7 +37,11 @@ STAGES = "two-stages"
 """Instead of a family: the prefill engine has two pipeline stages."""
 DRAFTS = tuple(ACCEPTED_MIN)
 """Instead of a family: both engines draft so, and the draft's KV is handed over as well."""
-KINDS = ("llama", "granite-4", "deepseek-v2", STAGES, *DRAFTS)
+RANKS = {"prefill-rank": PREFILL, "decode-rank": DECODE}
+"""Instead of a family: the worker of an engine with experts that is rank 1 of a data parallel group of two."""
+HOSTS = "two-hosts"
+"""Instead of a family: the decode engine has a pipeline stage on a second host, whose clock is a day ahead."""
+KINDS = ("llama", "granite-4", "deepseek-v2", STAGES, *DRAFTS, *RANKS, HOSTS)
 """Beside the windows of Gemma 3: layers that are all alike, states, MLA, and the rest."""
 LEASE_S = 6.0
 EXPIRED_S_MAX = LEASE_S + 30.0
@@ -74,6 +79,10 @@ class Model:
     engine_args: str = ""
     environ: Mapping[str, str] = field(default_factory=dict)
     """Variables of both engines."""
+    rank: str = ""
+    """The worker, if any, that is rank 1 of a data parallel group."""
+    spread: str = ""
+    """The worker, if any, whose engine is on two hosts."""
     accepted_min: float = 0.0
     """Share of the drafted tokens that the decode engine accepts, if its draft has the KV of the whole prompt."""
 
@@ -84,8 +93,8 @@ class Model:
 
 
 def family_model(family: str, folder: Path, **options: Any) -> Model:
-    """A tiny model of the family, made below ``folder``. Of ``STAGES`` it is a Gemma 3, of ``DRAFTS`` a Llama or
-    a MiMo.
+    """A tiny model of the family, made below ``folder``. Of ``STAGES`` it is a Gemma 3, of ``DRAFTS`` and
+    ``HOSTS`` a Llama or a MiMo, of ``RANKS`` a Qwen 3 with experts.
     """
     if family == STAGES:
         stages = {"pipeline_parallel_size": "2", "cpu_cores": "0,1"}
@@ -96,6 +105,10 @@ def family_model(family: str, folder: Path, **options: Any) -> Model:
         return Model(
             settings, FAMILIES["llama"], engine_args=drafting.engine_args, accepted_min=ACCEPTED_MIN[family], **options
         )
+    if family == HOSTS:
+        return replace(family_model("llama", folder), spread=DECODE)
+    if family in RANKS:
+        return replace(family_model("qwen3-moe", folder), rank=RANKS[family])
     settings = {"model": str(make_model(family, folder)), "served_model_name": MODEL}
     return Model(settings, FAMILIES[family], **options)
 
@@ -131,30 +144,54 @@ class Pair:
     nats: NatsServer
     folder: Path
     model: Model
-    workers: dict[str, WorkerProcess] = field(default_factory=dict)
-    """Prefill and decode."""
+    hosts: tuple[Host, Host] | None = None
+    """If not this machine."""
+    workers: dict[str, tuple[WorkerProcess, ...]] = field(default_factory=dict)
+    """Prefill and decode, each with the processes that end when it ends: the other rank of its group, or the rest of its
+    engine on another host.
+    """
     lends: bool = True
     """Whether the engines lend blocks by hash."""
 
     @property
     def prefill(self) -> WorkerProcess:
-        return self.workers[PREFILL]
+        return self.workers[PREFILL][0]
 
     @property
     def decode(self) -> WorkerProcess:
-        return self.workers[DECODE]
+        return self.workers[DECODE][0]
 
     def start(self, name: str) -> None:
-        """Start a worker, in place of one of that name."""
+        """Start a worker, with the processes that belong to it."""
         self.end(name)
-        environ = {**ENVIRON, **self.model.environ}
-        self.workers[name] = start_worker(
-            self.nats.url, name, self.folder, environ=environ, **settings_of(name, self.model)
+        settings = settings_of(name, self.model)
+        parts = [(name, settings, "")]
+        if name == self.model.rank:
+            group = {**settings, "data_parallel_size": "2", "data_parallel_group": f"{self.folder} {name}"}
+            parts = [
+                (f"{name}{end}", {**group, "data_parallel_rank": rank}, "") for end, rank in (("", "1"), ("-0", "0"))
+            ]
+        elif name == self.model.spread:
+            engine = {**settings, "nodes": "2", "pipeline_parallel_size": "2", "head_address": MEETING}
+            parts = [
+                (f"{name}{end}", {**engine, "node": node}, clock)
+                for end, node, clock in (("", "0", ""), ("-1", "1", DAY_AHEAD))
+            ]
+        self.workers[name] = tuple(
+            start_worker(
+                self.nats.url,
+                worker_id,
+                self.folder,
+                environ={**ENVIRON, **self.model.environ},
+                through=self.hosts[int(own.get("node", 0))].arguments(clock) if self.hosts else (),
+                **own,
+            )
+            for worker_id, own, clock in parts
         )
 
     def end(self, name: str) -> None:
-        if name in self.workers:
-            self.workers[name].kill()
+        for worker in self.workers.get(name, ()):
+            worker.kill()
 
     @contextmanager
     def frozen_prefill_engine(self) -> Iterator[psutil.Process]:
@@ -189,7 +226,12 @@ def settings_of(name: str, model: Model) -> dict[str, str]:
 def kv_pair(folder: Path, model: Model) -> Iterator[Pair]:
     """Starts two engines, so share one pair between tests."""
     with ExitStack() as stack:
-        pair = Pair(stack.enter_context(NatsServer(folder, has_buckets=True)), folder, model)
+        hosts = None
+        if model.spread:
+            hosts = stack.enter_context(two_hosts(folder, ENVIRON))
+            stack.enter_context(typing_on(hosts[0]))
+        address = {"host": ADDRESSES[0]} if hosts else {}
+        pair = Pair(stack.enter_context(NatsServer(folder, has_buckets=True, **address)), folder, model, hosts)
         for name in (PREFILL, DECODE):
             stack.callback(pair.end, name)
             pair.start(name)
@@ -205,7 +247,7 @@ def kv_pair(folder: Path, model: Model) -> Iterator[Pair]:
 async def driver_of(pair: Pair) -> AsyncIterator[Driver]:
     """A driver for one test. Restarts a worker that an earlier test killed, so that failures do not spread."""
     for name in (PREFILL, DECODE):
-        if pair.workers[name].process.poll() is not None:
+        if pair.workers[name][0].process.poll() is not None:
             pair.start(name)
     async with Tap(pair.nats.url) as tap, driving(tap) as driver:
 

@@ -22,6 +22,10 @@ from tests.support.system import STOP_S_MAX, end_with_the_tests, environment, un
 START_S_MAX = 120.0
 COMMAND_S_MAX = 60.0
 ADDRESSES = ("10.0.0.1", "10.0.0.2")
+MEETING = f"{ADDRESSES[0]}:9700"
+"""Where the ranks of an engine over both meet."""
+DAY_AHEAD = "unshare --time --monotonic 86400 --fork --kill-child"
+"""Runs a command whose monotonic clock is a day ahead of this machine's."""
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """The fault tests of the KV exchange with a model whose layers are all alike, one with states, and an MLA model; with a
-prefill engine of two pipeline stages; and with engines that draft.
+prefill engine of two pipeline stages; with engines that draft; with a rank of a data parallel group on one side; and with
+a decode engine on two hosts.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from tests.support.kv_driver import BLOCK, MODEL, Driver, driving
 from tests.support.kv_tap import Tap
 from tests.support.model_families import make_model
 from tests.support.nats_server import NatsServer
-from tests.support.network_hosts import ADDRESSES, Host, two_hosts, typing_on
+from tests.support.network_hosts import ADDRESSES, DAY_AHEAD, MEETING, Host, two_hosts, typing_on
 from tests.support.prompts import random_prompt
 from tests.support.worker_processes import Answer, WorkerProcess, gone, start_worker, wait_ready
 
@@ -31,11 +31,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.nats]
 SPLIT, ALONE = "split", "alone"
 OVER_TCP = {"UCX_TLS": "tcp,self"}
 """Both namespaces are one machine, whose shared memory UCX would use."""
-AHEAD_S = 86_400
 LOST_S_MAX = 10.0
 """From the loss of a part of the engine to the end of its legs and of its worker."""
 BACK_S_MAX = 240.0
-MEETING = f"{ADDRESSES[0]}:9700"
 
 
 @dataclass
@@ -48,8 +46,7 @@ class Running:
     follower: WorkerProcess
 
     def start(self, node: int) -> WorkerProcess:
-        clock = f"unshare --time --monotonic {AHEAD_S} --fork --kill-child" if node else ""
-        through = self.hosts[node].arguments(clock)
+        through = self.hosts[node].arguments(DAY_AHEAD if node else "")
         folder = self.folder / f"node-{node}-{time.monotonic_ns()}"
         folder.mkdir()
         settings = {"role": "both", "node": str(node), "cpu_cores": str(node), **self.settings}
