@@ -78,6 +78,8 @@ class Chain(Message, frozen=True, kw_only=True):
     """Full hashes of its blocks from the first on (see ``kv_exchange.pack_full_hashes``)."""
     uses: int = 1
     """Recent requests that began with it."""
+    is_evicting: bool = False
+    """The engine will need its blocks for others soon."""
 
 
 class EngineCall(Message, frozen=True, kw_only=True):
@@ -101,6 +103,11 @@ class EngineCall(Message, frozen=True, kw_only=True):
     """Number of requests that must have used a chain."""
     chains_idle_s_max: float = math.inf
     """Only chains used within this time."""
+    chains_for_store: bool = False
+    """Whether chains that the engine evicts next count, too, whatever their use. Each is told once after a use, unless
+    ``chains_idle_s_max`` is infinite."""
+    chains_blocks_min: int = 1
+    """Only chains of so many blocks count because they are evicted next."""
     release_all: bool = False
     """Whether to unpin everything and grant nothing more, because the engine ends."""
 
@@ -153,7 +160,9 @@ class EngineNotification(Message, frozen=True, kw_only=True):
     measured: list[ReadMeasured] = msgspec.field(default_factory=list)
     digested: list[LeaseDigested] = msgspec.field(default_factory=list)
     chains: list[Chain] = msgspec.field(default_factory=list)
-    """Most used first; none is a prefix of another."""
+    """Most used first, after those that are evicted next; none is a prefix of another."""
+    lost_blocks: int = 0
+    """Blocks of chains that were evicted before they were told for a store, since the last reply about those."""
     state: KvExchangeState | None = None
     """Leases and reads after this notification."""
 

@@ -113,6 +113,7 @@ class Holder:
         self._first_tokens = Bounded[LegId, FirstToken](ENDED_LEGS_NOTED_MAX)
         self._unwanted_offers = Bounded[str, None](UNWANTED_OFFERS_NOTED_MAX)
         self._pool: Pool
+        self._on_freed: Callable[[list[int]], None]
         self.groups = GroupPlan([], 1, 1)
         self._full: list[int] = []
         """Groups with full attention that goes ahead."""
@@ -126,11 +127,18 @@ class Holder:
         self._leases = LeaseTable(LeaseLimits(pinned_blocks_max=0))
         self._pending_writes = PendingWrites(blocks=0)
 
-    def bind(self, pool: Pool, groups: GroupPlan, find_boundary: FindBoundary | None = None) -> None:
+    def bind(
+        self,
+        pool: Pool,
+        groups: GroupPlan,
+        find_boundary: FindBoundary | None = None,
+        on_freed: Callable[[list[int]], None] = lambda _block_ids: None,
+    ) -> None:
         """Set the engine's blocks. Called once, before all other methods. ``find_boundary``: needed
-        unless each prefix of the blocks is of use.
+        unless each prefix of the blocks is of use. ``on_freed`` gets the blocks of leases that have ended, once freed.
         """
         self._pool = pool
+        self._on_freed = on_freed
         self.groups = groups
         self._full = groups.ahead
         if self._full:
@@ -522,6 +530,7 @@ class Holder:
         """
         if block_ids:
             self._pool.free_blocks([self._pool.blocks[block_id] for block_id in reversed(block_ids)])
+            self._on_freed(block_ids)
 
     def _cached_tokens_of(self, followed: FollowedPrompt) -> int:
         last = followed.hashes[followed.end // self.groups.unit - followed.first - 1]

@@ -63,6 +63,12 @@ class BlockAllocator(Protocol):
     def free(self, blocks: Sequence[int]) -> None:
         """Unpin held blocks, give back allocated ones."""
 
+    def evicted_next(self, count: int) -> set[bytes]:
+        """Names of what is cached in the ``count`` blocks that new content will take next, without their groups."""
+
+    def evict_first(self, blocks: Sequence[int], names: set[bytes]) -> None:
+        """Have new content take those of these blocks next that nobody holds and that have one of these names."""
+
 
 @dataclass(slots=True)
 class Prefetch:

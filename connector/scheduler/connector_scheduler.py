@@ -17,7 +17,13 @@ import msgspec
 import zmq
 from vllm.distributed.kv_events import BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
-from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id, maybe_convert_block_hash
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    KVCacheBlock,
+    get_block_hash,
+    make_block_hash_with_group_id,
+    maybe_convert_block_hash,
+)
 from vllm.v1.engine import EngineCoreOutputs
 from zmq.constants import Flag, SocketOption, SocketType
 
@@ -547,3 +553,25 @@ class PoolBlockAllocator:
     def free(self, blocks: Sequence[int]) -> None:
         """Last blocks first, so that the end of a prefix is evicted before its beginning."""
         self._pool.free_blocks([self._pool.blocks[block_id] for block_id in reversed(blocks)])
+
+    def evicted_next(self, count: int) -> set[bytes]:
+        """Names of what is cached in the first ``count`` free blocks. The queue's last block has no next one."""
+        names: set[bytes] = set()
+        block = self._pool.free_block_queue.fake_free_list_head.next_free_block
+        for _ in range(count):
+            if block is None:
+                break
+            if block.block_hash is not None:
+                names.add(get_block_hash(block.block_hash))
+            block = block.next_free_block
+        return names
+
+    def evict_first(self, blocks: Sequence[int], names: set[bytes]) -> None:
+        """Those of these blocks that are free and have one of these names come first, the last block before others."""
+        pool, first = self._pool, []
+        for block in (pool.blocks[block_id] for block_id in dict.fromkeys(reversed(blocks))):
+            name = block.block_hash
+            if not block.ref_cnt and name is not None and get_block_hash(name) in names:
+                pool.free_block_queue.remove(block)
+                first.append(block)
+        pool.free_block_queue.prepend_n(first)

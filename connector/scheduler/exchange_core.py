@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import msgspec
 
 from connector.groups import GroupPlan
 from connector.holder.boundaries import FindBoundary
 from connector.holder.holder import NO_LEASES, Holder, HolderSettings, Pool
-from connector.holder.hot_chains import HotChains
+from connector.holder.hot_chains import EVICTION_BLOCKS_MAX, EVICTION_SHARE, HotChains
 from connector.holder.lease_digests import LeaseDigests
 from connector.layout.routes import part_blocks_of
 from connector.layout.tensors import why_not
@@ -135,6 +137,7 @@ class PendingReplies:
     answered: list[str] = field(default_factory=list)
     connected: list[PeerConnected] = field(default_factory=list)
     chains: list[Chain] = field(default_factory=list)
+    lost_blocks: int = 0
 
     def __bool__(self) -> bool:
         return bool(self.grants or self.connected or self.chains)
@@ -207,13 +210,15 @@ class ExchangeCore:
         self._speed_tests = SpeedTests(self.reader.outbox, self.reader.numbers, now)
         self._digests = LeaseDigests(self.holder, now)
         self._hot: HotChains
+        self._allocator: BlockAllocator
 
     def bind(self, pool: Pool, allocator: BlockAllocator, find_boundary: FindBoundary | None = None) -> None:
         """Set the engine's blocks. Called once, before all other methods. ``find_boundary``: see ``Holder.bind``."""
-        self.holder.bind(pool, self._groups, find_boundary)
+        self.holder.bind(pool, self._groups, find_boundary, self._on_freed)
         self.prefetcher.bind(allocator)
         self._speed_tests.bind(allocator)
-        self._hot = HotChains(self.holder.held)
+        self._allocator = allocator
+        self._hot = HotChains(self.holder.held, keeps_prefix=self._groups.keeps_prefix)
 
     def describe(self, handshake: KvHandshake) -> None:
         """The engine's memory is registered, so that peers can read it."""
@@ -245,11 +250,27 @@ class ExchangeCore:
             if (blocks := self._digests.start(digest)) is not None:
                 self.orders.digests.append(blocks)
         if call.chains_max:
-            self._replies.chains = self._hot.hottest(
-                call.chains_max, self._now(), uses_min=call.chains_uses_min, idle_s_max=call.chains_idle_s_max
-            )
+            self._tell_chains(call)
         if call.release_all:
             self.holder.release_all()
+
+    def _tell_chains(self, call: EngineCall) -> None:
+        count, now, hot, replies = call.chains_max, self._now(), self._hot, self._replies
+        wishes: dict[str, Any] = {"uses_min": call.chains_uses_min, "idle_s_max": call.chains_idle_s_max}
+        if not call.chains_for_store:
+            replies.chains = hot.hottest(count, now, **wishes)
+            return
+        soon, least = min(EVICTION_BLOCKS_MAX, int(self.holder.blocks * EVICTION_SHARE)), call.chains_blocks_min
+        evicted_next = partial(self._allocator.evicted_next, soon)
+        replies.chains = hot.for_store(count, now, **wishes, evicted_next=evicted_next, blocks_min=least)
+        replies.lost_blocks += hot.take_lost()
+
+    def _on_freed(self, block_ids: list[int]) -> None:
+        """What a store has just copied is evicted next, as it was to be. To the engine's cache a read is a use, after
+        which it would evict what nobody has copied.
+        """
+        if self._hot.leaving:
+            self._allocator.evict_first(block_ids, self._hot.leaving)
 
     def grant(self) -> None:
         """Grant newly computed blocks of followed prompts, and end expired leases."""
@@ -384,6 +405,7 @@ class ExchangeCore:
             measured=self._speed_tests.ended,
             digested=self._digests.ended,
             chains=replies.chains,
+            lost_blocks=replies.lost_blocks,
             state=self._stats.state(self.holder, reads=self.reads),
         )
         outbox.lease_requests, outbox.releases = [], []

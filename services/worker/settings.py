@@ -177,8 +177,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     workers take too much of the KV memory, or slow ones come too late.
     """
     kv_copy_uses_min: Annotated[int, msgspec.Meta(ge=0)] = 2
-    """Copy a prefix to a store once this many requests have used it; 0: never. Change it when a store fills with
-    prefixes that are not used again.
+    """Copy a prefix to a store once this many requests have used it, or when the engine is about to evict it; 0: never
+    copy any. Change it when a store is to hold prefixes earlier, so that other workers find them.
     """
     store_memory_bytes: Annotated[int, msgspec.Meta(gt=0)] = 1 << 30
     """Memory of a store for copies of KV blocks. Change it when the machine has more."""

@@ -428,6 +428,11 @@ class KvExchangeState(Message, frozen=True, kw_only=True):
     """Answers that began with the token of their prefill leg."""
     recompute_slowed_seconds_total: float = 0.0
     """Sum of ``KvTransferReport.recompute_slowed_s``."""
+    copied_blocks_total: int = 0
+    """Blocks that stores have copied from this engine while it served."""
+    lost_blocks_total: int = 0
+    """Blocks of recently used prefixes that the engine evicted before a store had copied them. Not counted without a
+    store."""
 
 
 class KvPlane(Message, frozen=True, kw_only=True):

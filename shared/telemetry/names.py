@@ -261,6 +261,13 @@ WORKER_FIRST_TOKENS = counter(
     "Answers that began with the token of their prefill leg, and not with one that this worker sampled.",
     *OF_WORKER,
 )
+WORKER_STORE_COPIES = counter(
+    "baton_worker_store_copies_total",
+    "blocks",
+    "Blocks of recently used prefixes that a store copied, or that the engine evicted before (copied, lost).",
+    *OF_WORKER,
+    "outcome",
+)
 
 # Stores (exposed by the metrics collector, from load reports). Tier host is memory, tier disk is files.
 STORE_BLOCKS = gauge("baton_store_blocks", "blocks", "Blocks held by the store.", "worker_id", "tier")

@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from services.worker.engines.simulated.core.settings import SimulationSettings
 from services.worker.engines.store.records import BLOCK_BYTES_COUNTED_MIN
 from shared.contracts.channels import KV_SNAPSHOT
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId
 from shared.contracts.inference import LegKind
 from shared.contracts.kv_events import AskKvSnapshot, KvSnapshot
+from shared.contracts.kv_exchange import KvExchangeState
 from shared.contracts.workers import Role, WorkerPhase
 from tests.support.kv_driver import BLOCK, Driver, driving, transfer_report_of
 from tests.support.kv_tap import Tap
@@ -27,6 +29,8 @@ from tests.support.worker_processes import WorkerProcess, start_worker
 pytestmark = pytest.mark.nats
 
 BLOCKS_IN_MEMORY, PLACES_IN_FILES = 32, 256
+ENGINE_BLOCKS, PROMPTS_HELD = 96, 4
+"""Of an engine that holds four prompts, and tells of the next to be evicted while it is whole."""
 PROMPT_TOKENS = 20 * BLOCK + 5
 HASH_BYTES = 8
 START_S_MAX = 120.0
@@ -177,6 +181,10 @@ async def test_workers_copy_to_a_store_what_is_used_twice_and_nothing_else(world
         assert (await driver.fetch("s1", once)).held == 0
 
 
+async def test_workers_copy_to_a_store_what_they_evict(world: World):
+    await prove_evicted_are_copied(world)
+
+
 async def test_copies_of_states_survive_a_restart(world: World):
     await prove_copies_survive(world, "state")
 
@@ -202,3 +210,30 @@ async def prove_copies_survive(world: World, groups: str) -> None:
         told = await snapshot(driver)
         assert (told.host_hashes, sorted(told.boundary_hashes)) == (b"", sorted(boundaries))
         assert await read(driver, prompt) == full * BLOCK
+
+
+async def prove_evicted_are_copied(world: World, groups: str = "", engine_blocks: int = ENGINE_BLOCKS) -> None:
+    """A worker evicts prompts that were used once; afterwards another gets them from the store."""
+    model = {"simulated": f"{SETTINGS['simulated']}" + (f",groups={groups}" if groups else "")}
+    small = str(engine_blocks * BLOCK * SimulationSettings().kv_bytes_per_token)
+    world.start("p1", role="prefill", **model, kv_copy_uses_min="2", kv_cache_bytes=small)
+    world.start("d1", role="decode", **model)
+    world.start("s1", **{**STORE, **model, "store_memory_bytes": STORE["store_files_bytes"]})
+    full, prompts = PROMPT_TOKENS // BLOCK, [draw(seed) for seed in range(30, 37)]
+    async with driver_of(world) as driver:
+
+        def counted() -> KvExchangeState:
+            return driver.tap.loads["p1"].exchange or KvExchangeState()
+
+        for number, prompt in enumerate(prompts, 1):
+            await driver.leg("p1", LegKind.AGGREGATED, prompt)
+            due = max(0, number - PROMPTS_HELD) * full
+            is_done = lambda due=due: counted().copied_blocks_total + counted().lost_blocks_total >= due  # noqa: E731
+            await driver.tap.until(is_done, f"{due} blocks are copied or lost")
+        evicted = prompts[: len(prompts) - PROMPTS_HELD - 1]
+        held = [(await driver.fetch("s1", prompt)).held for prompt in evicted]
+        assert sum(held) + counted().lost_blocks_total >= full * len(evicted), "what is lost is counted"
+        assert sum(held) >= full
+        assert (await driver.fetch("s1", prompts[-1])).held == 0, "it is far from being evicted"
+        for prompt, blocks in zip(evicted, held, strict=True):
+            assert await read(driver, prompt) == blocks * BLOCK

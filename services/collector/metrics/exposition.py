@@ -199,6 +199,12 @@ def _exchange(metrics: FleetMetrics, now: float) -> Iterator[Family]:
             Sample((*labels, "done"), totals["reads"] - totals["reads_failed"]),
             Sample((*labels, "failed"), totals["reads_failed"]),
         ]
+    copies = [
+        Sample((*labels, outcome), totals[f"{outcome}_blocks"])
+        for labels, totals in counted
+        for outcome in ("copied", "lost")
+    ]
+    yield Family(names.WORKER_STORE_COPIES, copies)
     yield Family(names.WORKER_LEASES, leases)
     yield Family(names.WORKER_READS, reads)
     for metric, total in (

@@ -239,6 +239,8 @@ EXCHANGE_TOTALS = (
     "recomputed_tokens",
     "first_tokens_received",
     "recompute_slowed_seconds",
+    "copied_blocks",
+    "lost_blocks",
 )
 """Counters in a load report's ``exchange`` since the start of the epoch, in fields named ``<total>_total``."""
 STORE_TOTALS = (

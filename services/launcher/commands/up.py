@@ -30,9 +30,10 @@ MODEL = "model"
 REPEATED = ("aliases", "attach")
 """Options of which all values count; of the others the last one does."""
 OF_EACH_MODEL = (
-    MODEL, *REPEATED, "prefill", "decode", "both", "store", "attach_key_file", "connector", "kv_cache", "engine_args",
-    "gpus_per_worker", "gpus_per_prefill", "gpus_per_decode", "pipeline", "pipeline_prefill", "pipeline_decode",
-    "data_parallel", "data_parallel_prefill", "data_parallel_decode", "workers_min", "workers_max", "sleep_after",
+    MODEL, *REPEATED, "prefill", "decode", "both", "host_memory", "store", "attach_key_file", "connector", "kv_cache",
+    "engine_args", "gpus_per_worker", "gpus_per_prefill", "gpus_per_decode", "pipeline", "pipeline_prefill",
+    "pipeline_decode", "data_parallel", "data_parallel_prefill", "data_parallel_decode", "workers_min", "workers_max",
+    "sleep_after",
 )  # fmt: skip
 """Options whose values `baton up` reads from the context, model by model."""
 MODELS_MAX = 64
@@ -82,6 +83,15 @@ Both = Annotated[
 Store = Annotated[
     list[int] | None,
     option(MODEL_PANEL, "Store workers: they keep KV in memory and in files.", "0", min=0, metavar="N"),
+]
+HostMemory = Annotated[
+    list[str] | None,
+    option(
+        MODEL_PANEL,
+        "Memory of this host for KV that engines evict, such as 64G: starts a store of that size.",
+        False,
+        metavar="SIZE",
+    ),
 ]
 Attach = Annotated[
     list[str] | None,
@@ -182,10 +192,17 @@ def model_options(given: Mapping[str, Any], *, join: bool) -> ModelOptions:
     """With the defaults for the number of workers."""
     values = {name: value for name, value in given.items() if name in ModelOptions.__struct_fields__}
     if not (given.keys() & {"prefill", "decode", "both", "attach"}):
-        values |= {"both": 0 if given.get("store") else 1} if join else {"prefill": 1, "decode": 1}
+        values |= (
+            {"both": 0 if given.get("store") or given.get("host_memory") else 1}
+            if join
+            else {"prefill": 1, "decode": 1}
+        )
+    if given.get("host_memory"):
+        values["store"] = given.get("store") or 1
     other = {
         "attach_key_file": absolute(given.get("attach_key_file", "")),
-        "kv_cache_bytes": size(given.get("kv_cache", "")),
+        "kv_cache_bytes": size(given.get("kv_cache", ""), "--kv-cache"),
+        "host_memory_bytes": size(given.get("host_memory", ""), "--host-memory"),
         "sleep_after_s": given.get("sleep_after", 0.0),
     }
     return ModelOptions(**values | other)
@@ -196,12 +213,12 @@ def absolute(path: str) -> str:
     return str(Path(path).expanduser().absolute()) if path else ""
 
 
-def size(text: str) -> int:
+def size(text: str, of_option: str) -> int:
     """Bytes of an option; 0 when it is not given."""
     try:
         return parse_bytes(text) if text else 0
     except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--kv-cache") from error
+        raise typer.BadParameter(str(error), param_hint=of_option) from error
 
 
 ROUTERS_MAX = 64
@@ -261,6 +278,8 @@ EPILOG = """[bold]Examples[/]
 
 [cyan]baton up --awake-max 1 --model A --both 1 --model B --both 1[/]   one at a time, on the whole machine
 
+[cyan]baton up --host-memory 64G[/]   keep KV that engines evict, in memory and in files
+
 [cyan]baton up --engine simulated[/]   no vLLM needed: for trying out clients and the console
 
 [cyan]baton up --attach http://127.0.0.1:30000=qwen[/]   a worker for a server that runs already
@@ -296,6 +315,7 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command
     prefill: Prefill = None,
     decode: Decode = None,
     both: Both = None,
+    host_memory: HostMemory = None,
     store: Store = None,
     attach: Attach = None,
     attach_key_file: AttachKeyFile = None,

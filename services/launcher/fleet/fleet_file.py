@@ -114,6 +114,8 @@ class WorkersTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model: str = ""
     """Name of the model; empty: the only one of the fleet."""
     count: Some = 1
+    memory: str = ""
+    """Memory of all stores of this row together, such as ``64G``."""
     gpus_per_worker: Some = 1
     """GPUs of each worker, one for each pipeline stage at least."""
     pipeline: Some = 1
@@ -217,6 +219,7 @@ def _model_options(fleet: Fleet, host: HostTable, model: str) -> ModelOptions:
         decode=count[Role.DECODE],
         both=count[Role.BOTH],
         store=count[Role.STORE],
+        host_memory_bytes=next((parse_bytes(row.memory) for row in of_model if row.memory), 0),
         attach=tuple(row.attach for row in of_model if row.attach for _ in range(row.count)),
         attach_key_file=next((row.attach_key_file for row in of_model if row.attach_key_file), ""),
         connector=table.connector,
@@ -309,6 +312,12 @@ def _check_models(fleet: Fleet) -> None:
 
 
 def _check_row(row: WorkersTable, model: str, where: str) -> None:
+    if row.memory and row.role is not Role.STORE:
+        raise WrongFleetFile(f'{where}memory is the size of stores; leave it out, or write role = "store"')
+    try:
+        parse_bytes(row.memory or "0")
+    except ValueError as error:
+        raise WrongFleetFile(f"{where}memory: {error}") from error
     if (row.role is None) == (not row.attach):
         raise WrongFleetFile(f"{where}write either role, or attach with the URL of a server outside of Baton")
     if not row.attach:

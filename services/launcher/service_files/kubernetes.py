@@ -178,9 +178,12 @@ def _groups(part: HostPart, shared: Mapping[str, str]) -> Iterator[Group]:
         del settings["WORKER_ENGINE"]
         for role in model.roles:
             yield _engine(part, model, role, settings, len(part.cores) * model.gpus_of(role) // ranks)
-        held = _gib(part.env.get("WORKER_STORE_MEMORY_BYTES", str(GIB)))
+        of_store = dict(settings)
+        if model.host_memory_bytes:
+            of_store["WORKER_STORE_MEMORY_BYTES"] = str(model.host_memory_bytes // model.store)
+        held = _gib(of_store.get("WORKER_STORE_MEMORY_BYTES", part.env.get("WORKER_STORE_MEMORY_BYTES", str(GIB))))
         for _ in range(model.store):
-            yield Group(model.model, Role.STORE, _sorted(settings), memory_gib=held)
+            yield Group(model.model, Role.STORE, _sorted(of_store), memory_gib=held)
         for server in model.attach:
             url, _, theirs = server.partition("=")
             attach = {"WORKER_ENGINE": "attached", "WORKER_ATTACH_URL": url, "WORKER_ATTACH_MODEL": theirs}

@@ -46,6 +46,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     both: int = 0
     store: int = 0
     """Workers that store KV blocks and compute nothing."""
+    host_memory_bytes: int = 0
+    """Memory of all stores together; 0: the worker's default for each."""
     attach: tuple[str, ...] = ()
     """Servers outside of Baton, each with a worker of its own: ``URL`` or ``URL=MODEL``, the model's name there."""
     attach_key_file: str = ""

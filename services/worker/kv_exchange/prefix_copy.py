@@ -1,8 +1,8 @@
 """Copies prefixes from this worker's engine to other workers.
 
 ``PrefixCopier`` orders other workers to fetch chains of blocks, and they read this worker's engine as in any fetch by
-command. A draining worker uses it to save its hot prefixes. ``StoreCopies`` uses it while the worker serves, to copy
-prefixes that several requests have used to a store, if there is one.
+command. A draining worker uses it to save its hot prefixes. ``StoreCopies`` uses it while the worker serves, to copy to
+a store, if there is one: prefixes that several requests have used, and those that the engine is about to evict.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ from shared.runtime.clock import Clock
 TAKEN_SHARE_MAX = 0.5
 """Share of an engine's blocks that another worker's prefixes may fill: the engine has hot prefixes of its own."""
 STORE_RANK = 2
+FAR_STORE_RANK = 3
+"""A store on another host."""
 
 
 @dataclass(slots=True)
@@ -74,7 +76,7 @@ class CopyTargets:
         offset = int.from_bytes(chain[-1][-4:])  # Breaks ties the same way on every worker that copies this chain.
         for place, target in enumerate(self._targets.values()):
             share = (target.taken + target.misses(chain)) / target.blocks
-            if share <= (1.0 if target.rank == STORE_RANK else TAKEN_SHARE_MAX):
+            if share <= (1.0 if target.rank >= STORE_RANK else TAKEN_SHARE_MAX):
                 found.append((target.rank, share, (place + offset) % len(self._targets), target.worker_id))
         return [worker_id for *_reasons, worker_id in sorted(found)]
 
@@ -82,6 +84,11 @@ class CopyTargets:
         """That worker had these blocks before anything was copied."""
         if target := self._targets.get(worker_id):
             target.holds.update(blocks)
+
+    def missed_by(self, worker_id: WorkerId, chain: Sequence[bytes]) -> int:
+        """How many blocks of the chain that worker is not known to have."""
+        target = self._targets.get(worker_id)
+        return len(chain) if target is None else target.misses(chain)
 
     def reserve(self, worker_id: WorkerId, chain: Sequence[bytes]) -> int:
         """That worker is about to fetch the chain; returns how many blocks it has to fetch."""
@@ -106,10 +113,10 @@ class CopyTargets:
 
 
 def copy_targets(me: WorkerRecord, records: Iterable[WorkerRecord]) -> list[CopyTarget]:
-    """READY workers that can read this worker's KV: engines of the same role first, stores last."""
+    """READY workers that can read this worker's KV: engines of the same role first, stores of other hosts last."""
     key = me.fingerprint.key()
     return [
-        CopyTarget(record.worker_id, _rank(me.role, record.role), record.kv_tokens // record.hashing.block_size)
+        CopyTarget(record.worker_id, _rank(me, record), record.kv_tokens // record.hashing.block_size)
         for record in records
         if record.worker_id != me.worker_id
         and record.phase is WorkerPhase.READY
@@ -118,10 +125,10 @@ def copy_targets(me: WorkerRecord, records: Iterable[WorkerRecord]) -> list[Copy
     ]
 
 
-def _rank(mine: Role, its: Role) -> int:
-    if its is Role.STORE:
-        return STORE_RANK
-    return 0 if its is mine or Role.BOTH in (mine, its) else 1
+def _rank(me: WorkerRecord, its: WorkerRecord) -> int:
+    if its.role is Role.STORE:
+        return STORE_RANK if its.host == me.host else FAR_STORE_RANK
+    return 0 if its.role is me.role or Role.BOTH in (me.role, its.role) else 1
 
 
 log = logging.getLogger("baton.worker")
@@ -137,13 +144,21 @@ FETCH_S_MAX = 10.0
 OVERTIME_S = 3.0
 """Time for the response to arrive after a fetch's deadline."""
 
-ROUND_S = 5.0
-"""Interval of the rounds of ``StoreCopies``."""
+ROUND_S = 0.5
+"""Interval of the rounds of ``StoreCopies``. An engine evicts what it has offered after seconds of prompts."""
 ROUND_S_MAX = 30.0
 """Time limit for the copies of one round."""
 CHAINS_MAX = 64
 COPIED_KEPT_MAX = 4096
 """Chains remembered as copied."""
+PINNED_SHARE_MAX = 0.1
+"""Share of the engine's blocks that a copy to a store pins at a time. Of models with windows or states, boundaries are
+copied, each at once.
+"""
+COPYING_SHARE_MAX = 0.2
+"""Share of the time in which a worker's blocks are copied to stores: the rest of its link is for requests."""
+PAUSE_S_MAX = 5.0
+"""Maximum pause after a copy."""
 
 
 @dataclass(slots=True)
@@ -161,13 +176,26 @@ class PrefixCopier:
     """Copies chains of one worker to ``targets``. ``left_s`` returns the remaining seconds."""
 
     def __init__(
-        self, bus: Bus, identity: Identity, targets: CopyTargets, totals: CopyTotals, left_s: Callable[[], float]
+        self,
+        bus: Bus,
+        identity: Identity,
+        targets: CopyTargets,
+        totals: CopyTotals,
+        left_s: Callable[[], float],
+        *,
+        blocks_at_once: int = LEASE_BLOCKS_MAX,
+        time_share: float = 1.0,
     ) -> None:
+        """``blocks_at_once``: blocks that an order names beyond those that the target holds. ``time_share``: share of
+        the time in which orders are under way.
+        """
         self._bus = bus
         self._source = KvSource(worker_id=identity.worker_id, epoch=identity.epoch)
         self._targets = targets
         self._totals = totals
         self._left_s = left_s
+        self._blocks_at_once = blocks_at_once
+        self._time_share = time_share
 
     async def copy_all(self, chains: Iterable[list[bytes]], *, at_once: int) -> None:
         """Copy each chain to one target, in this order, ``at_once`` at a time."""
@@ -183,17 +211,32 @@ class PrefixCopier:
             for _ in range(at_once):
                 copiers.create_task(copy_some(), name="copy-chains")
 
-    async def copy(self, chain: list[bytes]) -> bool:
-        """Copy one chain; returns whether one target holds all of it."""
+    async def copy(self, chain: list[bytes]) -> int:
+        """Copy one chain; returns how many of its blocks one target holds."""
         wanted = chain[:LEASE_BLOCKS_MAX]
         asked = self._targets.ranked(wanted)[:ASKED_MAX]
-        if len(asked) > 1:
+        if len(asked) > 1 or len(wanted) > self._blocks_at_once:
             await asyncio.gather(*[self._ask_held(worker_id, wanted) for worker_id in asked])
+        most = 0
         for worker_id in self._targets.ranked(wanted)[:TRIES_MAX]:
-            if await self._order_fetch(worker_id, wanted) >= len(wanted):
+            most = max(most, await self._order_fetches(worker_id, wanted))
+            if most >= len(wanted):
                 self._totals.prefixes += 1
-                return True
-        return False
+                break
+        return most
+
+    async def _order_fetches(self, worker_id: WorkerId, chain: list[bytes]) -> int:
+        """Let that worker fetch the chain piece by piece; returns how many of its blocks the worker holds then."""
+        held, size = len(chain) - self._targets.missed_by(worker_id, chain), self._blocks_at_once
+        for end in [*range(held + size, len(chain), size), len(chain)]:
+            began = asyncio.get_running_loop().time()
+            held = await self._order_fetch(worker_id, chain[:end])
+            took_s = asyncio.get_running_loop().time() - began
+            if self._time_share < 1.0:
+                await asyncio.sleep(min(took_s / self._time_share - took_s, PAUSE_S_MAX))
+            if held < end:
+                break
+        return held
 
     async def _ask_held(self, worker_id: WorkerId, chain: list[bytes]) -> None:
         """Note which blocks the worker holds. A fetch without sources moves nothing and reports them."""
@@ -249,6 +292,7 @@ class StoreCopies:
         self._exchange = exchange
         self._record = record
         self._uses_min = settings.kv_copy_uses_min
+        self._tokens_min = settings.kv_fetch_min_tokens
         self._stores: set[tuple[WorkerId, Epoch]] = set()
         self._copied = Bounded[bytes, None](COPIED_KEPT_MAX)
         """Last blocks of the chains that the stores hold."""
@@ -261,7 +305,9 @@ class StoreCopies:
             await self.copy_round()
 
     async def copy_round(self) -> CopyTotals:
-        """Copy the hot chains used since the last round, or all hot chains if a store is new."""
+        """Copy the chains that the engine evicts next, and the hot chains used since the last round, or all of both if
+        a store is new.
+        """
         record, totals = self._record(), CopyTotals()
         stores = [one for one in self._exchange.peers.records if one.role is Role.STORE]
         targets = CopyTargets(copy_targets(record, stores))
@@ -272,20 +318,35 @@ class StoreCopies:
         self._stores = lives
         if not targets:
             return totals
-        began = self._clock.now()
-        hot = await self._exchange.hot_chains(CHAINS_MAX, uses_min=self._uses_min, idle_s_max=began - self._round_at)
+        began, groups = self._clock.now(), self._exchange.groups
+        blocks_at_once = LEASE_BLOCKS_MAX
+        if groups.keeps_prefix:
+            blocks_at_once = max(1, int(record.kv_tokens // groups.unit * PINNED_SHARE_MAX))
+        chains, lost = await self._exchange.chains_for_store(
+            CHAINS_MAX,
+            uses_min=self._uses_min,
+            idle_s_max=began - self._round_at,
+            blocks_min=max(self._tokens_min, groups.alignment) // groups.unit,
+        )
         self._round_at = began
-        chains = [unpack_full_hashes(chain.hashes) for chain in hot]
         copier = PrefixCopier(
             self._bus,
             Identity(record.worker_id, record.epoch),
             targets,
             totals,
             left_s=lambda: began + ROUND_S_MAX - self._clock.now(),
+            blocks_at_once=blocks_at_once,
+            time_share=COPYING_SHARE_MAX,
         )
         for chain in chains:
-            if targets and chain[-1] not in self._copied and await copier.copy(chain):
-                self._copied[chain[-1]] = None
+            hashes = unpack_full_hashes(chain.hashes)
+            if chain.is_evicting or hashes[-1] not in self._copied:
+                held = await copier.copy(hashes)
+                if held >= len(hashes):
+                    self._copied[hashes[-1]] = None
+                elif chain.is_evicting:
+                    lost += len(hashes) - held
+        self._exchange.note_copies(totals.blocks, lost)
         if totals.blocks:
             log.info("%d blocks of %d prefixes were copied to stores", totals.blocks, totals.prefixes)
         return totals

@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from connector.groups import GroupPlan
 from connector.messages import (
     Chain,
     DigestLease,
@@ -47,6 +48,8 @@ class WorkerExchange:
     def __init__(self, bus: Bus, clock: Clock, identity: Identity, engine: EngineExchange, fingerprint: str) -> None:
         self.state = KvExchangeState()
         """State that the engine reported last."""
+        self._copies = 0, 0
+        """Blocks that stores have copied, and that were evicted before."""
         self._bus = bus
         self._clock = clock
         self._me = identity
@@ -105,6 +108,39 @@ class WorkerExchange:
             log.info("the engine's hot prefixes are unknown: %s", error or "no response")
             return []
 
+    async def chains_for_store(
+        self, chains_max: int, *, uses_min: int, idle_s_max: float, blocks_min: int
+    ) -> tuple[list[Chain], int]:
+        """Chains to copy to a store, those that the engine evicts next before the hottest (see ``EngineCall``), and the
+        blocks of others that it has evicted since the last call. Nothing if the engine does not answer.
+        """
+        call = EngineCall(
+            chains_max=chains_max,
+            chains_uses_min=uses_min,
+            chains_idle_s_max=idle_s_max,
+            chains_for_store=True,
+            chains_blocks_min=blocks_min,
+        )
+        try:
+            reply = await self._calls.ask(call)
+        except (TimeoutError, EngineDead) as error:
+            log.info("the engine's prefixes for a store are unknown: %s", error or "no response")
+            return [], 0
+        return reply.chains, reply.lost_blocks
+
+    def note_copies(self, copied: int, lost: int) -> None:
+        """Stores have copied so many blocks of this engine, and so many were evicted before they had."""
+        if copied or lost:
+            self._copies = self._copies[0] + copied, self._copies[1] + lost
+            self._set_state(self.state)
+
+    @property
+    def groups(self) -> GroupPlan:
+        """KV cache groups of the engine, after ``open``."""
+        assert self._handshake is not None
+        shake = self._handshake
+        return GroupPlan(shake.groups, shake.hash_block_size, shake.alignment, beyond=shake.beyond)
+
     async def measure_read(self, worker_id: WorkerId, epoch: Epoch) -> ReadMeasured:
         """A result with ``failure`` if nothing could be measured. The caller bounds the wait."""
         measure_id = uuid.uuid4().hex
@@ -158,9 +194,14 @@ class WorkerExchange:
             self.peers.want(notifications.unknown_peers)
         self.peers.connected(notifications.connected)
         if notifications.state is not None and events(notifications.state) >= events(self.state):
-            self.state = notifications.state
-            for listener in self._listeners:
-                listener()
+            self._set_state(notifications.state)
+
+    def _set_state(self, state: KvExchangeState) -> None:
+        """``state`` is the engine's; of copies to stores it does not know."""
+        copied, lost = self._copies
+        self.state = msgspec.structs.replace(state, copied_blocks_total=copied, lost_blocks_total=lost)
+        for listener in self._listeners:
+            listener()
 
     async def _watch_expiry(self) -> None:
         """An idle engine does not check its leases: wake it when the next one ends."""

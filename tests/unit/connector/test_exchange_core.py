@@ -101,7 +101,8 @@ def test_reads_are_cut_by_the_blocks_of_the_largest_rank(engine):
 WORK = [
     *(f"orders.{one.name}" for one in fields(Orders)),
     *(f"reader.outbox.{one.name}" for one in fields(Outbox) if one.name != "part_blocks"),  # a measure, no work
-    *(f"_replies.{one.name}" for one in fields(PendingReplies) if one.name != "answered"),  # sent with the next message
+    # These two are sent with the next message.
+    *(f"_replies.{one.name}" for one in fields(PendingReplies) if one.name not in {"answered", "lost_blocks"}),
     *("reader.fetching", "reader.unfinished", "reader.unknown_peers", "connecting"),
     *("prefetcher.under_way", "prefetcher.ended", "_speed_tests.under_way", "_speed_tests.ended"),
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from connector.holder.hot_chains import COOLING_S, LOOK_BACK_BLOCKS_MAX, HotChains
@@ -20,6 +22,12 @@ class Engine:
 
     def held(self, hashes):
         return next((place for place, block in enumerate(hashes) if block in self.lost), len(hashes))
+
+    def for_store(self, evicted_next=(), now=0.0, **wishes):
+        """Chains to copy to a store, and whether they are told because they are evicted next."""
+        wishes = {"uses_min": 2, "idle_s_max": 1.0, **wishes}
+        told = self.chains.for_store(wishes.pop("count", ALL), now, evicted_next=lambda: set(evicted_next), **wishes)
+        return [(unpack_full_hashes(one.hashes), one.is_evicting) for one in told]
 
     def hottest(self, count=ALL, now=0.0, **wishes):
         return [unpack_full_hashes(one.hashes) for one in self.chains.hottest(count, now, **wishes)]
@@ -128,3 +136,70 @@ def test_a_chain_is_cut_to_the_size_of_one_lease(engine):
     engine.chains.note(hashes, 0.0)
 
     assert engine.hottest() == [hashes[:LEASE_BLOCKS_MAX]]
+
+
+def test_a_store_is_offered_what_is_used_twice_or_evicted_next(engine):
+    once, twice, goes = chain(3, "once"), chain(3, "twice"), chain(3, "goes")
+    for hashes in (goes, once, twice, twice):
+        engine.chains.note(hashes, 0.0)
+
+    assert engine.for_store({goes[2], *chain(2, "of no chain")}) == [(goes, True), (twice, False)]
+    assert engine.for_store() == [(twice, False)]
+
+
+def test_what_is_evicted_next_is_offered_once_after_each_use(engine):
+    hashes = chain(3)
+    engine.chains.note(hashes, 0.0)
+
+    assert engine.for_store(hashes) == [(hashes, True)]
+    assert engine.for_store(hashes) == []
+    engine.chains.note(hashes, 10.0)
+    assert engine.for_store(hashes, now=20.0) == [(hashes, True)]
+    assert engine.for_store(hashes, now=20.0, uses_min=3, idle_s_max=math.inf) == [(hashes, True)], "for a new store"
+    assert engine.chains.take_lost() == 0
+
+
+def test_of_what_was_evicted_before_it_was_offered_the_rest_is_offered_and_the_loss_counted(engine):
+    gone, cut, kept = chain(4, "gone"), chain(6, "cut"), chain(5, "kept")
+    for hashes in (gone, cut, kept):
+        engine.chains.note(hashes, 0.0)
+    engine.lost = {*gone, *cut[4:]}
+
+    assert engine.for_store() == [(cut[:4], True)]
+    assert (engine.chains.take_lost(), engine.chains.take_lost()) == (6, 0)
+
+
+def test_no_loss_is_counted_twice_or_of_what_was_offered(engine):
+    hashes = chain(4)
+    engine.chains.note(hashes, 0.0)
+    engine.for_store(hashes)
+    engine.lost = set(hashes)
+
+    assert engine.for_store() == []
+    assert engine.chains.take_lost() == 0
+
+
+def test_chains_too_short_to_fetch_are_neither_offered_nor_lost(engine):
+    engine.chains.note(chain(3), 0.0)
+
+    assert engine.for_store(chain(3), blocks_min=4) == []
+    engine.lost = set(chain(3))
+    engine.for_store(blocks_min=4)
+    assert engine.chains.take_lost() == 0
+
+
+def test_chains_that_the_table_drops_are_lost_to_a_store():
+    engine = Engine(chains_max=1)
+    engine.chains.note(chain(4, "1"), 0.0)
+    engine.chains.note(chain(4, "2"), 0.0)
+
+    assert engine.chains.take_lost() == 4
+
+
+def test_what_does_not_fit_into_a_reply_is_offered_in_the_next(engine):
+    first, second = chain(3, "1"), chain(3, "2")
+    engine.chains.note(first, 0.0)
+    engine.chains.note(second, 0.0)
+
+    assert engine.for_store({*first, *second}, count=1) == [(first, True)]
+    assert engine.for_store({*first, *second}, count=1) == [(second, True)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from connector.groups import full_attention
@@ -11,7 +13,16 @@ from connector.reader.fetch import FetchLimits
 from connector.reader.prefetch import HELD_SHARE_MAX
 from connector.scheduler.exchange_core import ExchangeCore
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_exchange import FetchedKv, FetchKv, KvGrant, KvSource, LeaseKv, pack_full_hashes
+from shared.contracts.kv_exchange import (
+    FetchedKv,
+    FetchKv,
+    KvGrant,
+    KvSource,
+    LeaseKv,
+    ReleaseKv,
+    pack_full_hashes,
+    unpack_full_hashes,
+)
 from tests.support.kv_engines import RankMemory, Shape, handshake
 from tests.support.kv_messages import one_group
 from tests.unit.connector.holding import BLOCK_TOKENS, chain
@@ -181,3 +192,65 @@ def test_an_order_with_more_time_goes_on_after_the_deadline_of_the_first(engine)
     engine.read_all()
 
     assert engine.results["long"].fetched == 12
+
+
+def test_a_store_is_offered_what_the_pool_evicts_next():
+    engine = Engine()
+    first, second = chain(8, "first"), chain(40, "second")
+
+    def offered() -> tuple[list[list[bytes]], int]:
+        call = EngineCall(chains_max=8, chains_uses_min=9, chains_idle_s_max=1.0, chains_for_store=True)
+        engine.core.handle(call)
+        told = engine.core.notifications()
+        return [unpack_full_hashes(one.hashes) for one in told.chains], told.lost_blocks
+
+    def computes(hashes: list[bytes]) -> None:
+        blocks = engine.pool.get_new_blocks(len(hashes))
+        engine.pool.cache_full_blocks(SimpleNamespace(block_hashes=hashes), blocks, 0, len(hashes), BLOCK_TOKENS, 0)
+        engine.pool.free_blocks(reversed(blocks))
+        engine.core.used(hashes, len(hashes) * BLOCK_TOKENS)
+
+    computes(first)
+    assert offered() == ([], 0), "of the next 16 blocks, none has content"
+    computes(second)
+    assert offered() == ([first], 0), "15 have none"
+    assert offered() == ([], 0)
+    third = chain(55, "third")
+    computes(third)
+    assert offered() == ([second[:8], third], 32)
+    computes(chain(63, "fourth"))
+    computes(chain(63, "fifth"))
+    assert offered() == ([chain(63, "fifth")], 63)
+
+
+def test_what_a_store_has_copied_is_still_evicted_next():
+    engine = Engine()
+    first, second = chain(30, "first"), chain(30, "second")
+    for hashes in (first, second):
+        blocks = engine.pool.get_new_blocks(len(hashes))
+        engine.pool.cache_full_blocks(SimpleNamespace(block_hashes=hashes), blocks, 0, len(hashes), BLOCK_TOKENS, 0)
+        engine.pool.free_blocks(reversed(blocks))
+        engine.core.used(hashes, len(hashes) * BLOCK_TOKENS)
+    call = EngineCall(chains_max=8, chains_uses_min=9, chains_idle_s_max=1.0, chains_for_store=True)
+    engine.core.handle(call)
+    assert [len(one.hashes) // 32 for one in engine.core.notifications().chains] == [30]
+
+    for start in (0, 15):
+        ask = LeaseKv(
+            worker_id=WorkerId("me"),
+            epoch=Epoch(1),
+            reader_id=WorkerId("store"),
+            ask_id=f"ask-{start}",
+            first=start,
+            hashes=pack_full_hashes(first[start : start + 15]),
+            hold_s=5.0,
+        )
+        release = ReleaseKv(
+            worker_id=WorkerId("me"), epoch=Epoch(1), reader_id=WorkerId("store"), ask_ids=[], lease_ids=[ask.ask_id]
+        )
+        engine.core.handle(EngineCall(leases=[ask]))
+        assert engine.pinned == 15
+        engine.core.handle(EngineCall(releases=[release]))
+
+    engine.pool.get_new_blocks(20)
+    assert (engine.core.holder.held(first), engine.core.holder.held(second)) == (10, 30)

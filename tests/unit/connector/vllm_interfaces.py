@@ -73,7 +73,7 @@ INTERFACES = {
         "SlidingWindowManager.get_num_skipped_tokens MambaManager.get_num_skipped_tokens"
     ),
     "vllm/v1/core/kv_cache_utils.py": (
-        "BlockHash KVCacheBlock make_block_hash_with_group_id maybe_convert_block_hash get_request_block_hasher init_none_hash "
+        "BlockHash KVCacheBlock FreeKVCacheBlockQueue get_block_hash make_block_hash_with_group_id maybe_convert_block_hash get_request_block_hasher init_none_hash "
         "resolve_kv_cache_block_sizes hash_block_tokens generate_block_hash_extra_keys _gen_lora_extra_hash_keys _gen_mm_extra_hash_keys"
     ),
     "vllm/v1/core/sched/scheduler.py": (

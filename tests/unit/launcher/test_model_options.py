@@ -61,6 +61,17 @@ def test_a_model_without_counts_has_the_usual_workers(given: dict[str, int], joi
     assert (model.prefill, model.decode, model.both) == counts
 
 
+@pytest.mark.parametrize(("given", "stores"), [({}, 1), ({"store": 2}, 2), ({"store": 0}, 1)])
+def test_memory_of_the_host_starts_a_store(given: dict[str, int], stores: int):
+    model = model_options({**given, "host_memory": "2GiB"}, join=False)
+
+    assert (model.store, model.host_memory_bytes, model.prefill, model.decode) == (stores, 2 << 30, 1, 1)
+    assert model_options({"host_memory": "2G"}, join=True).both == 0
+    with pytest.raises(typer.BadParameter, match="'much' is not a size") as wrong:
+        model_options({"host_memory": "much"}, join=False)
+    assert wrong.value.param_hint == "--host-memory"
+
+
 def read(*typed: str) -> tuple[list[tuple[str | int, ...]], str]:
     """The models of a whole command line, and what was printed."""
     found: list[tuple[str | int, ...]] = []

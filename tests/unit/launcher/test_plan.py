@@ -254,6 +254,14 @@ def test_stores_start_last_and_use_no_engine_cores():
     assert worker_env(system, "store-1", "WORKER_ROLE") == "store"
 
 
+def test_stores_share_out_the_memory_that_a_host_gives_them():
+    shared_out = plan(store=2, host_memory_bytes=6 << 30)
+
+    name = "WORKER_STORE_MEMORY_BYTES"
+    assert [worker_env(shared_out, each, name) for each in ("store-1", "store-2")] == [str(3 << 30)] * 2
+    assert worker_env(shared_out, "prefill-1", name) == worker_env(plan(store=1), "store-1", name) == ""
+
+
 def test_a_store_can_join_but_not_start_a_system():
     joined = plan_system(options_of(prefill=0, decode=0, store=1, join=True, nats_url="nats://n"), MACHINE, ["store-1"])
 

@@ -293,6 +293,13 @@ class Tiers:
     def _is_kept(self, name: bytes) -> bool:
         return self.memory.block_of(name) is not None or self.files.slot_of(name) is not None
 
+    def evicted_next(self, _count: int) -> set[bytes]:
+        """Nothing: no request uses a chain of a store, so it has none to offer."""
+        return set()
+
+    def evict_first(self, blocks: Sequence[int], names: set[bytes]) -> None:
+        """Never called, as it offers nothing."""
+
     def allocate(self, count: int) -> list[int]:
         """At most ``count`` blocks of memory for new content."""
         return self._allocator.allocate(count)

@@ -49,7 +49,7 @@ gpus = [2, 3]
 workers = [
   { model = "A", role = "decode", gpus_per_worker = 2 },
   { model = "B", role = "both" },
-  { model = "A", role = "store" },
+  { model = "A", role = "store", memory = "3GiB" },
 ]
 
 [host.env]
@@ -97,6 +97,7 @@ def test_another_host_has_its_models_devices_and_variables(fleet: Fleet):
     assert (a.model, a.decode, a.store, a.gpus_of(Role.DECODE), a.aliases, a.kv_cache_bytes) == (
         "A", 1, 1, 2, ("chat",), 2 * 2**30
     )  # fmt: skip
+    assert (a.host_memory_bytes, b.host_memory_bytes) == (3 << 30, 0)
     assert (b.model, b.both) == ("B", 1)
     assert part.gpus == ("2", "3")
     assert part.env == {"ROUTER_WAKE_S_MAX": "30", "WORKER_LEGS_MAX": "9"}
@@ -135,7 +136,7 @@ def test_a_host_has_workers_for_servers_outside_of_baton():
         ('attach = "https://cloud/v1", ', "", "[[host]] 'two' workers: write either role, or attach"),
         ('attach_key_file = "/key" }', 'attach_key_file = "key" }', "attach_key_file: write an absolute path"),
         ('attach_key_file = "/key" }', 'attach_key_file = "/k" }', "[[host]] 'two' workers: all servers of 'B' on one"),
-        ('"store" }', '"store", attach_key_file = "/k" }', "attach_key_file has the key for a server"),
+        ('"3GiB" }', '"3GiB", attach_key_file = "/k" }', "attach_key_file has the key for a server"),
         ('[[model]]\nname = "B"\n', "", "[[host]] 'two' workers: 'B' is not a model of this file; known: A"),
     ],
 )
@@ -177,7 +178,9 @@ def test_a_file_with_one_host_needs_no_address():
         ('model = "B", role', 'modl = "B", role', "[[host]] 'two' workers: 'modl' is not a key here"),
         ('model = "B", role', "role", "[[host]] 'two' workers: model is missing; name one of A, B"),
         ('model = "B", role', 'model = "Bee", role', "[[host]] 'two' workers: 'Bee' is not a model of this file"),
-        ('role = "store"', 'role = "decode"', "[[host]] 'two' workers: role 'decode' occurs twice"),
+        ('role = "store"', 'role = "decode"', "[[host]] 'two' workers: memory is the size of stores"),
+        ('"3GiB"', '"much"', "[[host]] 'two' workers: memory: 'much' is not a size; write it like 512M or 2G"),
+        ('"store", memory = "3GiB"', '"decode"', "[[host]] 'two' workers: role 'decode' occurs twice"),
         ('role = "prefill"', 'role = "decode"', "workers of A: none of the fleet would prefill"),
         ('address = "10.0.0.1"', "", "[[host]] 'one' address is missing"),
         ('name = "two"', 'name = "one"', "[[host]] name: 'one' occurs twice"),

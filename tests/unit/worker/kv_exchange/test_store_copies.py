@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from contextlib import AsyncExitStack
 
+import msgspec
+
 from connector.messages import Chain, EngineCall, EngineNotification
-from services.worker.kv_exchange.prefix_copy import StoreCopies
+from services.worker.kv_exchange.prefix_copy import CopyTargets, StoreCopies, copy_targets
 from services.worker.settings import Settings
 from shared.contracts.kv_exchange import pack_full_hashes
 from shared.contracts.workers import Role
@@ -29,12 +31,26 @@ class Copier:
         self._stack = stack
         self.me = OneWorker(hub, "me")
         self.chains: list[list[bytes]] = []
+        self.evicting: list[list[bytes]] = []
+        self.lost = 0
+        """Blocks that the engine has evicted without a word."""
         self.me.engine.answer = self._answer
         self.copies = StoreCopies(self.me.bus, SystemClock(), self.me.exchange, lambda: record("me"), SETTINGS)
 
     def _answer(self, call: EngineCall) -> EngineNotification:
-        told = self.chains if call.chains_max else []
-        return EngineNotification(chains=[Chain(hashes=pack_full_hashes(one), uses=USES_MIN) for one in told])
+        if not call.chains_max:
+            return EngineNotification()
+        assert call.chains_for_store
+        (evicting, self.evicting), (lost, self.lost) = (self.evicting, []), (self.lost, 0)
+        told = [Chain(hashes=pack_full_hashes(one), is_evicting=True) for one in evicting]
+        told += [Chain(hashes=pack_full_hashes(one), uses=USES_MIN) for one in self.chains]
+        return EngineNotification(chains=told, lost_blocks=lost)
+
+    @property
+    def counted(self) -> tuple[int, int]:
+        """Blocks copied and lost, as the load report says."""
+        state = self.me.exchange.state
+        return state.copied_blocks_total, state.lost_blocks_total
 
     @property
     def questions(self) -> list[EngineCall]:
@@ -141,3 +157,54 @@ async def test_a_chain_that_did_not_fit_is_copied_after_its_next_use():
         done = await copier.copies.copy_round()
 
     assert (done.prefixes, done.blocks) == (1, 3)
+
+
+async def test_what_the_engine_evicts_next_is_copied_though_used_once():
+    async with AsyncExitStack() as stack:
+        copier, (store,) = await serving(stack, "store")
+        copier.evicting = [chain(4, "1")]
+        await copier.copies.copy_round()
+        store.held.clear()
+        copier.evicting = [chain(4, "1")]
+        done = await copier.copies.copy_round()
+
+    assert done.blocks == 4, "the store may have evicted it since"
+    assert store.held == set(chain(4, "1"))
+    assert copier.counted == (8, 0)
+
+
+async def test_what_was_not_copied_in_time_is_counted():
+    async with AsyncExitStack() as stack:
+        copier, (store,) = await serving(stack, "store")
+        copier.evicting, copier.lost = [chain(4)], 5
+        store.takes = lambda _wanted: 1
+        await copier.copies.copy_round()
+        copier.chains = [chain(4, "used twice, and still there")]
+        store.takes = lambda _wanted: 0
+        await copier.copies.copy_round()
+
+    assert copier.counted == (1, 5 + 3)
+
+
+async def test_a_copy_pins_a_tenth_of_the_engine_at_a_time():
+    most = record("me").kv_tokens // record("me").hashing.block_size // 10
+    long = chain(2 * most + 1)
+    async with AsyncExitStack() as stack:
+        copier, (store,) = await serving(stack, "store")
+        copier.evicting = [long]
+        await copier.copies.copy_round()
+        copier.evicting = [[*long, *chain(1, "next turn")]]
+        await copier.copies.copy_round()
+
+    ends = [len(fetch.hashes) // len(long[0]) for fetch in store.fetches]
+    assert ends == [most, 2 * most, 2 * most + 1, 2 * most + 2]
+    assert copier.counted == (2 * most + 2, 0)
+
+
+def test_a_store_of_this_host_is_preferred():
+    stores = [msgspec.structs.replace(record(name), role=Role.STORE) for name in ("s1", "s2")]
+    for near in (0, 1):
+        hosts = [one if at == near else msgspec.structs.replace(one, host="other") for at, one in enumerate(stores)]
+        targets = CopyTargets(copy_targets(record("me"), hosts))
+        chosen = {targets.ranked(chain(4, str(number)))[0] for number in range(8)}
+        assert chosen == {hosts[near].worker_id}

@@ -8,7 +8,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 
 from connector.groups import Blocks
 from connector.holder.boundaries import Part
@@ -145,6 +145,21 @@ class BlockCache:
     def kept(self, name: bytes) -> list[int] | None:
         """The blocks of the other groups that end with the block of this name."""
         return self._kept.get(name)
+
+    def names_of_free(self, count: int) -> set[bytes]:
+        """The names in the blocks that are allocated next, of all groups."""
+        names = map(self.name_of, islice(self._free, count))
+        return {name for name in names if name is not None}
+
+    def name_of(self, block: int) -> bytes | None:
+        """The name of what it keeps, in any group."""
+        return self._names[block] or self._keeps.get(block)
+
+    def free_first(self, blocks: Sequence[int]) -> None:
+        """Those of these blocks that are free are allocated next, the last one first."""
+        for block in blocks:
+            if block in self._free:
+                self._free.move_to_end(block, last=False)
 
     def free_after_holding(self, held: Iterable[int]) -> int:
         """Blocks that would be free after holding those in ``held``."""
@@ -323,3 +338,11 @@ class CacheBlockAllocator:
 
     def free(self, blocks: Sequence[int]) -> None:
         self._cache.release(blocks)
+
+    def evicted_next(self, count: int) -> set[bytes]:
+        """The names in the first ``count`` free blocks."""
+        return self._cache.names_of_free(count)
+
+    def evict_first(self, blocks: Sequence[int], names: set[bytes]) -> None:
+        """The last of these comes first."""
+        self._cache.free_first([block for block in blocks if self._cache.name_of(block) in names])
