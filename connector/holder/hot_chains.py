@@ -132,6 +132,8 @@ class HotChains:
         if math.isinf(idle_s_max):
             self._unoffered = self._by_end.copy()
         evicting = self._evicting(evicted_next(), count) if self._unoffered else []
+        if math.isinf(idle_s_max):
+            self._lost = 0  # Before this store there was none.
         ends = {used.end for used in evicting}
         chosen = self._distinct(count, chain(evicting, self._held(now, uses_min, idle_s_max)))
         for end in ends.union(used.end for used in chosen):

@@ -169,6 +169,15 @@ def test_of_what_was_evicted_before_it_was_offered_the_rest_is_offered_and_the_l
     assert (engine.chains.take_lost(), engine.chains.take_lost()) == (6, 0)
 
 
+def test_what_was_gone_before_there_was_a_store_is_no_loss(engine):
+    gone = chain(4)
+    engine.chains.note(gone, 0.0)
+    engine.lost = set(gone)
+
+    assert engine.for_store(idle_s_max=math.inf) == []
+    assert engine.chains.take_lost() == 0
+
+
 def test_no_loss_is_counted_twice_or_of_what_was_offered(engine):
     hashes = chain(4)
     engine.chains.note(hashes, 0.0)
