@@ -113,7 +113,13 @@ class System:
         self.router_pid = self.start(ROUTER_CORE, *router, ROUTER_PORT=str(self.port), ROUTER_LOG_REQUESTS="false")
         wait_for(f"http://127.0.0.1:{self.port}/ready")
         wait_for(f"http://127.0.0.1:{self.port}/metrics", exact=2 * pairs)
-        await_answers(self.port)
+        self.await_answers()
+
+    def await_answers(self) -> None:
+        """Until the router has found its engines, and has reported the requests that tried that."""
+        sent = await_answers(self.port)
+        if self.handoffs is not None:
+            self.handoffs.reported(0, sent)
 
     def cpu_s(self) -> float:
         """CPU of all live threads of the router."""
@@ -181,14 +187,15 @@ def wait_for(url: str, *, exact: int = 0, s_max: float = READY_S_MAX) -> None:
     raise RuntimeError(f"{url} was not ready within {s_max} s")
 
 
-def await_answers(port: int) -> None:
-    """Until the router has found its engines."""
-    deadline = time.monotonic() + READY_S_MAX
+def await_answers(port: int) -> int:
+    """Until the router has found its engines; returns how many requests tried that."""
+    deadline, sent = time.monotonic() + READY_S_MAX, 0
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError, subprocess.CalledProcessError):
             wait_for(f"http://127.0.0.1:{port}/health")
+            sent += 1
             if not load(port, requests=1, seed="first answer")["errors"]:
-                return
+                return sent
         time.sleep(0.2)
     raise RunFailed(f"the router on port {port} served no request within {READY_S_MAX} s")
 

@@ -22,17 +22,7 @@ from typing import Any
 
 import psutil
 
-from bench.bench_router import (
-    LATENCY_TOKENS,
-    NATS_THREADS,
-    NONE_MOVED,
-    ROUTER,
-    System,
-    await_answers,
-    load,
-    send,
-    wait_for,
-)
+from bench.bench_router import LATENCY_TOKENS, NATS_THREADS, NONE_MOVED, ROUTER, System, load, send, wait_for
 from bench.bench_worker import cpu_s
 from bench.handoffs import HandoffTap, Moved
 from bench.kv_bench_page import table, with_interval
@@ -210,7 +200,7 @@ def ways_running() -> Iterator[list[Way]]:
         for port in ports.values():
             wait_for(f"http://127.0.0.1:{port}/health", s_max=READY_S_MAX)
         wait_for(f"http://127.0.0.1:{baton.port}/metrics", exact=len(ROLES), s_max=READY_S_MAX)
-        await_answers(baton.port)
+        baton.await_answers()
         own = {"router": baton.router_pid, "nats-server": nats.pid}
         asking = partial(ask_both, ports)
         yield [
