@@ -86,7 +86,7 @@ fuzz: setup-dev ## 100,000 inputs of each kind, through the edges and on every c
 compose-test: setup-dev ## Containers, with simulated and with real engines: up, requests, lose one, drain, keys, down; brings a docker of its own to root on Debian
 	@$(PYTHON) -m pytest -m compose -rs --timeout 3600 tests/nightly/compose $(ARGS)
 
-bench-router: setup-dev ## What the router costs: against direct access, for short and long prompts; PEERS=1: beside sglang-router and vllm-router
+bench-router: setup-dev ## What the router and a handoff cost: against direct access and vLLM's own servers; PEERS=1: beside sglang-router and vllm-router
 	@$(PYTHON) -m $(if $(PEERS),bench.bench_peers,bench.bench_router) $(ARGS)
 
 bench-worker: setup-dev ## What a worker adds to vLLM's own server, on the same engine: CPU, time to first token and between tokens; and what a step of its scheduler costs; ten minutes

@@ -66,6 +66,7 @@ SETTLE_S = 1.0
 CALIBRATION = 1_000_000
 READY_S_MAX = 120.0
 STREAM_TOKENS = 128
+CONVERSATIONS = 16
 ALONE = "engines alone"
 PROFILED_ROUTER = "bench/profiled_router.py"
 PROFILED_CONNECTIONS = 16
@@ -113,7 +114,6 @@ def latency(part: str) -> Callable[[dict[str, Any], float], float]:
 
 def make_rows(quick: bool) -> list[Row]:
     size = 1 if quick else 3
-    conversations = 8 if quick else 16
     rows = [
         Row(
             f"{tokens:,} tokens, {connections} connection{'s' if connections > 1 else ''}",
@@ -143,15 +143,17 @@ def make_rows(quick: bool) -> list[Row]:
         for part in ("p50", "p99"):
             label = f"latency at {RATE} requests/s, {part}{where}"
             rows.append(Row(label, 1, paced, "ms", latency(part), nats_core=core))
+    if quick:  # Next turns need a fleet of their own.
+        return rows
     turns = {
         "connections": 8,
-        "conversations": conversations,
+        "conversations": CONVERSATIONS,
         "turns_from": 1,
         "turns_to": 8,
         "prompt_tokens": LONG_TOKENS,
     }
     rows.append(
-        Row(f"{LONG_TOKENS:,} tokens, next turns", 2, turns, "µs/request", cpu_us, conversations * 7, turns=True)
+        Row(f"{LONG_TOKENS:,} tokens, next turns", 2, turns, "µs/request", cpu_us, CONVERSATIONS * 7, turns=True)
     )
     return rows
 
@@ -466,7 +468,9 @@ def measure_round(
 
 def main(argv: list[str] | None = None, run: Callable[[argparse.Namespace, Show], None] = run) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer rows and requests: ten minutes")
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer rows and requests, no next turns: less than ten minutes"
+    )
     parser.add_argument("--rounds", type=int, default=ROUNDS_MIN, help=f"at least {ROUNDS_MIN}")
     parser.add_argument("--rows", default="", help="only rows whose label contains this")
     parser.add_argument("--also", type=Path, action="append", default=[], help="another checkout of Baton, set up")
