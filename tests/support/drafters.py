@@ -15,6 +15,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from services.worker.tiny_model import ensure_tiny_model
+from tests.support.model_families import make_model
 
 DRAFTED = 3
 """Tokens that are drafted for each step."""
@@ -23,6 +24,9 @@ AT_LEAST = 0.98
 ACCEPTED_MIN = {"draft": AT_LEAST, "eagle": 0.8, "mtp": 0.8}
 """Acceptance without a handoff, of drafters with KV."""
 METHODS = (*ACCEPTED_MIN, "ngram")
+EMBEDDINGS = "model.embed_tokens.weight"
+STATES_COUNT = np.float32(0.3)
+"""Of layers with a state, the share of what they would add."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,8 @@ class Drafting:
             return cls(_with_mtp_layer(tiny, folder), {"method": "mtp"})
         if method == "ngram":
             return cls(tiny, {"method": "ngram", "prompt_lookup_max": 2, "prompt_lookup_min": 1})
+        if method == "state-mtp":
+            return cls(_with_state_and_mtp_layer(folder), {"method": "mtp"})
         return cls(tiny, {"method": "draft_model", "model": str(tiny)})
 
 
@@ -89,15 +95,40 @@ def _with_mtp_layer(tiny: Path, folder: Path) -> Path:
     return _saved(tiny, folder / "mimo", {**config, **about}, {**weights, **made})
 
 
+def _with_state_and_mtp_layer(folder: Path) -> Path:
+    """A Qwen 3 Next with an MTP layer that computes what the model's last layer does. The layers before it, those with a
+    state, count less than they would, so that some drafts are accepted.
+    """
+    path = make_model("qwen3-next", folder)
+    config, weights = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
+    weights[EMBEDDINGS] = _of_unit_length(weights[EMBEDDINGS])
+    last = f"model.layers.{config['num_hidden_layers'] - 1}."
+    for name, array in list(weights.items()):
+        if name.startswith(last):
+            weights[f"mtp.layers.0.{name.removeprefix(last)}"] = array
+        elif name.endswith(("out_proj.weight", "down_proj.weight")):
+            weights[name] = array * STATES_COUNT
+    size = config["hidden_size"]
+    weights["mtp.fc.weight"] = np.eye(size, 2 * size, dtype=np.float32)  # Of embedding and state, the embedding.
+    weights["mtp.norm.weight"] = weights["model.norm.weight"]
+    for name in ("hidden", "embedding"):
+        weights[f"mtp.pre_fc_norm_{name}.weight"] = np.zeros(size, np.float32)
+    return _saved(path, path.with_name("qwen3-next-mtp"), {**config, "num_nextn_predict_layers": 1}, weights)
+
+
 def _one_layer(tiny: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Configuration and weights of the model's first layer alone, with embeddings of unit length; and the layer's own."""
     config = {**json.loads((tiny / "config.json").read_text()), "num_hidden_layers": 1}
     weights = {name: array for name, array in load_file(tiny / "model.safetensors").items() if "layers.1." not in name}
-    embeddings = weights["model.embed_tokens.weight"]
-    weights["model.embed_tokens.weight"] = embeddings / np.sqrt(np.mean(embeddings**2, axis=1, keepdims=True))
+    weights[EMBEDDINGS] = _of_unit_length(weights[EMBEDDINGS])
     beginning = "model.layers.0."
     layer = {name.removeprefix(beginning): array for name, array in weights.items() if name.startswith(beginning)}
     return config, weights, layer
+
+
+def _of_unit_length(embeddings: Any) -> Any:
+    """That of the padding stays zero."""
+    return embeddings / np.sqrt(np.mean(embeddings**2, axis=1, keepdims=True)).clip(np.finfo(np.float32).tiny)
 
 
 def _saved(of: Path, path: Path, config: dict[str, Any], weights: dict[str, Any]) -> Path:

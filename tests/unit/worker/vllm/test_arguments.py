@@ -263,6 +263,25 @@ def test_whole_experts_of_each_rank_are_refused_on_a_cpu(device: str, ranks: int
         refuse_unsupported(config, Settings())
 
 
+@pytest.mark.parametrize(("has_state", "drafts"), [(True, True), (True, False), (False, True)])
+def test_drafts_of_a_model_with_a_state_are_refused_before_it_is_loaded(has_state: bool, drafts: bool):
+    """Until ``tests/gpu/test_state_with_drafts.py`` passes on a GPU."""
+    config = resolved(Settings(), async_scheduling=False)
+    config.parallel_config = parallel(prefill_context_parallel_size=1, decode_context_parallel_size=1)
+    config.cache_config = SimpleNamespace(enable_prefix_caching=True)
+    config.speculative_config = SimpleNamespace(method="mtp") if drafts else None
+    config.model_config = SimpleNamespace(
+        architecture="Qwen3NextForCausalLM", is_hybrid=has_state, use_mla=False, get_total_num_kv_heads=lambda: 4
+    )
+
+    if has_state and drafts:
+        why = r"Qwen3NextForCausalLM has layers with a state, .* leave out --speculative-config"
+        with pytest.raises(UnsupportedEngine, match=why):
+            refuse_unsupported(config, Settings())
+    else:
+        refuse_unsupported(config, Settings())
+
+
 @pytest.mark.parametrize(("device", "is_moe"), [("cpu", True), ("cpu", False), ("cuda", True)])
 def test_adapters_of_a_model_with_experts_are_refused_on_a_cpu(device, is_moe):
     config = on_cpu()
