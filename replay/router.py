@@ -93,7 +93,7 @@ class Knowledge:
         report = worker.report(now - NETWORK_S)
         if report is not None:
             load, sent_at = report
-            self._fleet.cluster.report(load, sent_at + NETWORK_S)
+            self._fleet.report(load, sent_at + NETWORK_S)
             if self._learns:
                 self._speeds.load(load)
 

@@ -131,7 +131,7 @@ class FleetFeed:
         return not fault
 
     def _on_load(self, load: WorkerLoad, _envelope: Envelope) -> None:
-        if self._fleet.cluster.report(load, self._clock.now()):
+        if self._fleet.report(load, self._clock.now()):
             self._prompts.workers_changed()
         self._quarantine.reported(load.worker_id, load.epoch)
         self._speeds.load(load)

@@ -12,6 +12,7 @@ void table_open(struct block_table *table)
         map_open(&table->maps[tier]);
     sets_open(&table->sets);
     table->dead = must(calloc(LIVES_MAX / 64 + 1, sizeof *table->dead));
+    table->lost = must(calloc(LOST_MAX, sizeof *table->lost));
 }
 
 void table_close(struct block_table *table)
@@ -23,11 +24,13 @@ void table_close(struct block_table *table)
     free(table->lives);
     free(table->row_of);
     free(table->dead);
+    free(table->lost);
 }
 
 uint64_t table_bytes(const struct block_table *table)
 {
     uint64_t bytes = sets_bytes(&table->sets) + table->life_count * (sizeof *table->lives + sizeof *table->row_of);
+    bytes += LOST_MAX * sizeof *table->lost;
     for (int tier = 0; tier < TIERS; tier++)
         bytes += map_bytes(&table->maps[tier]);
     return bytes;
@@ -183,12 +186,73 @@ static void change(struct life *life, int tier, uint64_t block, enum step step)
     life->xors[tier] ^= block;
 }
 
+/* Evictions. Where the device holds more blocks than are remembered, only those are counted whose hash ends with some
+ * zeros: so those remembered reach back about as far as the caches.
+ */
+
+struct sample {
+    int bits;
+    uint64_t mask; /* a block is counted if none of these bits is set */
+};
+
+static struct sample sample_of(const struct block_table *table, int tier)
+{
+    uint64_t times = table->maps[0].block_count / LOST_MAX;
+    int bits = times ? 64 - __builtin_clzll(times) : 0;
+    return (struct sample){bits, tier < MEMORIES ? (1ull << bits) - 1 : UINT64_MAX};
+}
+
+static bool is_alive(const struct block_table *table, set_t set)
+{
+    return set && (!table->dead_count || sets_beyond(&table->sets, set, table->dead));
+}
+
+static bool is_in_other_memory(struct block_table *table, int tier, uint64_t block)
+{
+    for (int other = 0; other < MEMORIES; other++)
+        if (other != tier && table->maps[other].block_count && is_alive(table, map_get(&table->maps[other], block)))
+            return true;
+    return false;
+}
+
+static void forget_half(struct block_table *table)
+{
+    table->evicted /= 2;
+    for (uint32_t life = 0; life < table->life_count; life++) {
+        table->lives[life].evicted /= 2;
+        table->lives[life].restored /= 2;
+    }
+}
+
+/* A life has lost a block of this tier; `is_last`: nobody else holds it there. */
+static void evicted(struct block_table *table, struct life *life, int tier, uint64_t block, bool is_last, int bits)
+{
+    if (tier == 0) {
+        life->evicted++;
+        if (++table->evicted >= EVICTED_MAX)
+            forget_half(table);
+    }
+    if (is_last && block && !is_in_other_memory(table, tier, block))
+        table->lost[(block >> bits) % LOST_MAX] = block;
+}
+
+/* A life has got a block of this tier that nobody held there. */
+static void restored(struct block_table *table, struct life *life, uint64_t block, int bits)
+{
+    uint64_t *lost = &table->lost[(block >> bits) % LOST_MAX];
+    if (*lost && *lost == block) {
+        *lost = 0;
+        life->restored++;
+    }
+}
+
 void table_store(struct block_table *table, uint32_t row, int tier, const uint64_t *blocks, size_t count)
 {
     life_t number = life_of(table, row);
     struct life *life = &table->lives[number];
     struct block_map *map = &table->maps[tier];
     set_t from = NO_SET, to = NO_SET; /* the cached last step; each new set gets a reference at once */
+    struct sample sample = sample_of(table, tier);
     fetch_first(map, blocks, count);
     for (size_t i = 0; i < count; i++) {
         if (i + AHEAD < count)
@@ -201,6 +265,8 @@ void table_store(struct block_table *table, uint32_t row, int tier, const uint64
         }
         if (to == before)
             continue;
+        if (!(blocks[i] & sample.mask) && !is_alive(table, before))
+            restored(table, life, blocks[i], sample.bits);
         sets_keep(&table->sets, to);
         if (place.line) {
             place.line->sets[place.at] = to;
@@ -219,6 +285,7 @@ void table_remove(struct block_table *table, uint32_t row, int tier, const uint6
     life_t number = table->life_of[row];
     struct life *life = &table->lives[number];
     struct block_map *map = &table->maps[tier];
+    struct sample sample = sample_of(table, tier);
     fetch_first(map, blocks, count);
     for (size_t i = 0; i < count; i++) {
         if (i + AHEAD < count)
@@ -239,19 +306,17 @@ void table_remove(struct block_table *table, uint32_t row, int tier, const uint6
         }
         sets_release(&table->sets, before);
         change(life, tier, blocks[i], TAKE);
+        if (!(blocks[i] & sample.mask))
+            evicted(table, life, tier, blocks[i], !is_alive(table, to), sample.bits);
     }
     sweep_lines(table, SWEPT_LINES_MIN + SWEPT_LINES_PER_BLOCK * count);
 }
 
 bool table_held(struct block_table *table, uint64_t block)
 {
-    for (int tier = 0; tier < TIERS; tier++) {
-        if (!table->maps[tier].block_count)
-            continue;
-        set_t set = map_get(&table->maps[tier], block);
-        if (set && (!table->dead_count || sets_beyond(&table->sets, set, table->dead)))
+    for (int tier = 0; tier < TIERS; tier++)
+        if (table->maps[tier].block_count && is_alive(table, map_get(&table->maps[tier], block)))
             return true;
-    }
     return false;
 }
 

@@ -19,6 +19,8 @@ enum {
     CHUNK = 32, /* look-ups between two checks whether any row still holds the chain */
     SWEPT_LINES_MIN = 64,
     SWEPT_LINES_PER_BLOCK = 4,
+    LOST_MAX = 16384, /* blocks that nobody holds any more and that are remembered */
+    EVICTED_MAX = 65536, /* evictions that are counted until all counts are halved, so that old ones are forgotten */
 };
 
 enum state { FREE = 0, ALIVE, DEAD };
@@ -26,6 +28,7 @@ enum state { FREE = 0, ALIVE, DEAD };
 struct life {
     uint64_t counts[TIERS];
     uint64_t xors[TIERS];
+    uint64_t evicted, restored; /* see `evictions` in block_table.py */
     uint64_t dead_in; /* the sweep pass during which it died */
     enum state state;
 };
@@ -48,6 +51,8 @@ struct block_table {
     uint64_t *dead; /* bits by life */
     uint32_t dead_count;
     struct sweep sweep;
+    uint64_t *lost; /* LOST_MAX places; newer blocks take the places of older ones */
+    uint64_t evicted;
 };
 
 struct source {

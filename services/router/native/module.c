@@ -75,6 +75,15 @@ static PyObject *xor(Table *self, PyObject *arg)
     return PyLong_FromUnsignedLongLong(joined);
 }
 
+static PyObject *evictions(Table *self, PyObject *arg)
+{
+    long row;
+    if (!read_number(arg, 0, ROWS_MAX, "row", &row))
+        return NULL;
+    const struct life *life = table_life(&self->table, (uint32_t)row);
+    return Py_BuildValue("KK", life ? life->evicted : 0ull, life ? life->restored : 0ull);
+}
+
 static PyObject *blocks(Table *self, PyObject *const *args, Py_ssize_t given)
 {
     long row, tier;
@@ -215,6 +224,7 @@ static PyMethodDef methods[] = {
     {"clear", (PyCFunction)clear, METH_O, NULL},
     {"count", (PyCFunction)count, METH_O, NULL},
     {"xor", (PyCFunction)xor, METH_O, NULL},
+    {"evictions", (PyCFunction)evictions, METH_O, NULL},
     FAST("blocks", blocks),
     {"held", (PyCFunction)held, METH_O, NULL},
     FAST("depths", depths),

@@ -18,6 +18,7 @@ enum { TAIL_TOKENS = 16, SHORTLISTED = 4, RANKED_MAX = 8 };
 #define UNCROWDED 5.0
 #define LEG_TRANSIT_SHARE 0.5
 #define NEVER_S 1e9
+#define EVICTED_MIN 64.0
 
 INLINED double least(double one, double other)
 {
@@ -185,22 +186,22 @@ INLINED double waiting_s(const struct fleet *fleet, const struct question *quest
 
 static struct shared share(const struct fleet *fleet, const struct question *question)
 {
-    double least_s = INFINITY, stored = 0.0, used = 0.0, busy = 0.0, count = 0.0;
+    double least_s = INFINITY, evicted = 0.0, restored = 0.0, busy = 0.0, count = 0.0;
     for (size_t row = 0; row < fleet->count; row++) {
         if (!(fleet->roles[row] & FREE))
             continue;
         if (FLAG(DECODES))
             least_s = least(least_s, N(DECODE_STEP_S) + more_s(fleet, question, row));
         if (FLAG(PREFILLS)) {
-            stored += N(STORED_TOKENS);
-            used += N(USED_TOKENS);
+            evicted += N(EVICTED_BLOCKS);
+            restored += N(RESTORED_BLOCKS);
             busy += least(N(PROMPTS_PER_S) * mean_token_s(fleet, row), BUSY_MAX);
             count += 1.0;
         }
     }
-    bool has_target = question->itl_target_s < INFINITY, is_reused = used > 0.0 && stored > 0.0;
+    bool has_target = question->itl_target_s < INFINITY;
     return (struct shared){
-        .eviction_price = is_reused ? least(1.0, used / stored) / (1.0 - busy / count) : 0.0,
+        .eviction_price = restored > 0.0 ? least(1.0, restored / most(evicted, EVICTED_MIN)) / (1.0 - busy / count) : 0.0,
         .itl_free_s = has_target ? question->itl_target_s : UNCROWDED * least_s,
     };
 }

@@ -8,6 +8,7 @@ from services.router.request.facts import RequestFacts
 from services.router.state.cluster_view import ClusterView
 from services.router.state.prefix_index import PrefixIndex
 from services.router.state.worker_view import WorkerView, can_exchange_kv
+from shared.contracts.load import WorkerLoad
 from shared.contracts.workers import Role, WorkerPhase
 
 
@@ -24,6 +25,10 @@ class Fleet:
 
     def place(self, request: PlacementRequest, now: float) -> Placement | Rejection:
         return self.placer.place(request, now)
+
+    def report(self, load: WorkerLoad, now: float) -> bool:
+        """A worker's load report; see ``ClusterView.report``."""
+        return self.cluster.report(load, now, self.index.evictions(load.worker_id))
 
     def prompt_matters(self, facts: RequestFacts, body_bytes: int) -> bool:
         """Whether the prompt's prefix can influence the placement: more than one worker could compute the prompt, or

@@ -44,6 +44,8 @@ LEG_TRANSIT_SHARE: Final = 0.5
 """The part of each leg's transit that delays the first token when both legs run side by side: the request passes in at
 the prefill worker, and the token out at the decode worker.
 """
+EVICTED_MIN: Final = 64.0
+"""What evictions cost is learned from as many at least; of fewer, those that are missing count as free."""
 SHORTLISTED: Final = 4
 """Workers of a large fleet that are weighed for each part of the request, in each group."""
 SOURCES_MAX: Final = 2
@@ -207,18 +209,18 @@ def uncrowded_itl_s(decoding: Iterable[Sequence[float]], question: Question) -> 
 def eviction_price(prefilling: Sequence[Sequence[float]]) -> float:
     """What a token costs that another one evicts, in tokens computed again, where these free workers compute prompts.
 
-    As many are computed again as the caches have been of use for each token stored in them, but each once: then it is
-    cached again. While engines are busy, a second of work keeps others waiting for longer: it lengthens a busy period
-    by 1 / (1 - load) seconds (Kleinrock, "Queueing Systems", volume I, section 5.8).
+    As many are computed again as, of all evicted blocks, were lately stored again when no worker had a copy any more.
+    While engines are busy, a second of work keeps others waiting for longer: it lengthens a busy period by
+    1 / (1 - load) seconds (Kleinrock, "Queueing Systems", volume I, section 5.8).
     """
-    stored = used = busy = 0.0
+    evicted = restored = busy = 0.0
     for n in prefilling:
-        stored += n[t.STORED_TOKENS]
-        used += n[t.USED_TOKENS]
+        evicted += n[t.EVICTED_BLOCKS]
+        restored += n[t.RESTORED_BLOCKS]
         busy += min(n[t.PROMPTS_PER_S] * mean_token_s(n), BUSY_MAX)
-    if not (used > 0.0 and stored > 0.0):
+    if not restored > 0.0:
         return 0.0
-    return min(1.0, used / stored) / (1.0 - busy / len(prefilling))
+    return min(1.0, restored / max(evicted, EVICTED_MIN)) / (1.0 - busy / len(prefilling))
 
 
 class Row(NamedTuple):

@@ -17,6 +17,11 @@ from shared.contracts.kv_events import MEMORIES, NARROW_MARK, KvTier, digest_xor
 TIERS = tuple(KvTier)
 """A tier's index here is its number in every table."""
 BOUNDARY = TIERS.index(KvTier.BOUNDARY)
+DEVICE = TIERS.index(KvTier.DEVICE)
+LOST_MAX = 16384
+"""Blocks that nobody holds any more and that are remembered."""
+EVICTED_MAX = 65536
+"""Evictions that are counted until all counts are halved, so that old ones are forgotten."""
 
 Hashes = bytes | Sequence[int]
 Depths = NDArray[np.int32]
@@ -73,6 +78,11 @@ class BlockTable(Protocol):
     def xor(self, row: int) -> int:
         """As in ``KvDigest.xor``."""
 
+    def evictions(self, row: int) -> tuple[int, int]:
+        """Blocks that ``row`` lately removed from the tier DEVICE, and blocks that it lately stored although some row
+        had had them: nobody held them in any memory any more. Of large caches, only a sample of the blocks is counted.
+        """
+
     def blocks(self, row: int, tier: int) -> bytes:
         """All that ``row`` holds in this tier, packed, in no order. Reads the whole table: not for the request path."""
 
@@ -101,26 +111,33 @@ class PythonBlockTable:
         self._holders: tuple[dict[int, int], ...] = tuple({} for _ in TIERS)
         self._held: dict[int, tuple[set[int], ...]] = {}
         self._xors: dict[int, list[int]] = {}
+        self._evictions: dict[int, list[int]] = {}
+        self._evicted = 0
+        self._lost: dict[int, int] = {}
+        """Blocks that nobody holds any more, by their places, as in C."""
 
     def store(self, row: int, tier: int, hashes: Hashes) -> None:
         """See ``BlockTable``."""
         holders, held, bit = self._holders[tier], self._rows(row)[tier], 1 << row
-        xor = 0
+        xor, sampled = 0, self._unsampled_bits()
         for block in numbers(hashes):
             if block not in held:
                 held.add(block)
                 xor ^= block
+                if block not in holders:
+                    self._note_stored(row, tier, block, sampled)
                 holders[block] = holders.get(block, 0) | bit
         self._xors[row][tier] ^= xor
 
     def remove(self, row: int, tier: int, hashes: Hashes) -> None:
         """See ``BlockTable``."""
-        held, xor = self._rows(row)[tier], 0
+        held, xor, sampled = self._rows(row)[tier], 0, self._unsampled_bits()
         for block in numbers(hashes):
             if block in held:
                 held.remove(block)
                 xor ^= block
                 self._release(block, tier, 1 << row)
+                self._note_evicted(row, tier, block, sampled)
         self._xors[row][tier] ^= xor
 
     def expect(self, tier: int, hashes: Hashes) -> None:
@@ -132,6 +149,7 @@ class PythonBlockTable:
             for block in held:
                 self._release(block, tier, 1 << row)
         self._xors.pop(row, None)
+        self._evictions.pop(row, None)
 
     def count(self, row: int) -> int:
         """See ``BlockTable``."""
@@ -140,6 +158,11 @@ class PythonBlockTable:
     def xor(self, row: int) -> int:
         """See ``BlockTable``."""
         return digest_xor(self._xors.get(row, ()))
+
+    def evictions(self, row: int) -> tuple[int, int]:
+        """See ``BlockTable``."""
+        evicted, restored = self._evictions.get(row, (0, 0))
+        return evicted, restored
 
     def blocks(self, row: int, tier: int) -> bytes:
         """See ``BlockTable``."""
@@ -233,7 +256,34 @@ class PythonBlockTable:
         if held is None:
             held = self._held[row] = tuple(set[int]() for _ in TIERS)
             self._xors[row] = [0] * len(TIERS)
+            self._evictions[row] = [0, 0]
         return held
+
+    def _unsampled_bits(self) -> int:
+        """Where DEVICE has more blocks than are remembered, only those are counted whose hash ends with so many zeros:
+        so those remembered reach back about as far as the caches.
+        """
+        return (len(self._holders[DEVICE]) // LOST_MAX).bit_length()
+
+    def _note_evicted(self, row: int, tier: int, block: int, bits: int) -> None:
+        """The row has lost the block of this tier."""
+        if tier >= len(MEMORIES) or block & ((1 << bits) - 1):
+            return
+        if tier == DEVICE:
+            self._evictions[row][0] += 1
+            self._evicted += 1
+            if self._evicted >= EVICTED_MAX:
+                self._evicted //= 2
+                self._evictions = {one: [count // 2 for count in counts] for one, counts in self._evictions.items()}
+        if block and not any(block in holders for holders in self._holders[: len(MEMORIES)]):
+            self._lost[(block >> bits) % LOST_MAX] = block
+
+    def _note_stored(self, row: int, tier: int, block: int, bits: int) -> None:
+        """The row has got a block of this tier that nobody held there."""
+        place = (block >> bits) % LOST_MAX
+        if tier < len(MEMORIES) and not block & ((1 << bits) - 1) and self._lost.get(place) == block:
+            del self._lost[place]
+            self._evictions[row][1] += 1
 
     def _release(self, block: int, tier: int, bit: int) -> None:
         holders = self._holders[tier]

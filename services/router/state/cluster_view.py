@@ -139,8 +139,11 @@ class ClusterView:
         if view is not None:
             view.registered = False
 
-    def report(self, load: WorkerLoad, now: float) -> bool:
-        """A load report. A worker that counted as lost is back. Returns whether its role has changed."""
+    def report(self, load: WorkerLoad, now: float, evictions: tuple[int, int] = (0, 0)) -> bool:
+        """A load report. A worker that counted as lost is back. Returns whether its role has changed.
+
+        ``evictions``: see ``PrefixIndex.evictions``.
+        """
         view = self.workers.get(load.worker_id)
         if view is None or load.epoch != view.record.epoch:
             return False
@@ -149,10 +152,10 @@ class ClusterView:
         view.lost = view.away = False
         self.away.discard(load.worker_id)
         view.own.reported(now)
-        computed, received = load.computed_tokens_total, load.received_tokens_total
-        prompts_per_s = view.prompts.update(computed, now)
+        prompts_per_s = view.prompts.update(load.computed_tokens_total, now)
+        evicted, restored = evictions
         # Ten times a second for each worker: only what a report changes.
-        view.write_report(self.table, prompts_per_s, computed + received, load.cached_tokens_total + received)
+        view.write_report(self.table, prompts_per_s, evicted, restored)
         if view.record.role is not load.role:
             view.record = msgspec.structs.replace(view.record, role=load.role)
             self._write(view)

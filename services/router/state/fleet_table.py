@@ -33,10 +33,10 @@ HEARD_AT: Final = 6
 """The first of ten columns that change with each report: see ``set_report``."""
 PROMPTS_PER_S: Final = 7
 """Prompt tokens that the worker lately computed per second."""
-STORED_TOKENS: Final = 8
-"""Prompt tokens whose KV the worker computed or fetched since it started."""
-USED_TOKENS: Final = 9
-"""Prompt tokens whose KV the worker had cached, or fetched, since it started."""
+EVICTED_BLOCKS: Final = 8
+"""Blocks that the worker's cache lately evicted."""
+RESTORED_BLOCKS: Final = 9
+"""Blocks that the worker lately stored although some worker had had them: all copies had been evicted."""
 LEGS: Final = 10
 """The first of six columns that change with each leg: see ``set_load``."""
 DECODING: Final = 11
@@ -162,8 +162,8 @@ class FleetTable:
         row: int,
         heard_at: float,
         prompts_per_s: float,
-        stored: float,
-        used: float,
+        evicted: float,
+        restored: float,
         legs: float,
         decoding: float,
         waiting: float,
@@ -173,7 +173,7 @@ class FleetTable:
     ) -> None:
         """Write the numbers from ``HEARD_AT`` on."""
         self._columns.write(
-            row, HEARD_AT, heard_at, prompts_per_s, stored, used, legs, decoding, waiting, context, free, sent
+            row, HEARD_AT, heard_at, prompts_per_s, evicted, restored, legs, decoding, waiting, context, free, sent
         )
 
     def set(self, row: int, what: int, value: float) -> None:

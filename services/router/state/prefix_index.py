@@ -191,6 +191,13 @@ class PrefixIndex:
         entry = self.entries.get(worker_id)
         return 0 if entry is None else self.table.count(entry.slot)
 
+    def evictions(self, worker_id: WorkerId) -> tuple[int, int]:
+        """Blocks that this worker lately evicted, and those that it stored and of which no worker had a copy any more:
+        see ``BlockTable``.
+        """
+        entry = self.entries.get(worker_id)
+        return (0, 0) if entry is None else self.table.evictions(entry.slot)
+
     def match_depths(self, hashes: Hashes) -> Depths:
         """For every slot: how many blocks from the start it holds in a row."""
         depths = np.zeros(len(self.slots), np.int32)

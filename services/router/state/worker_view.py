@@ -137,15 +137,15 @@ class WorkerView:
             own.sent_tokens,
         )
 
-    def write_report(self, table: FleetTable, prompts_per_s: float, stored: int, used: int) -> None:
+    def write_report(self, table: FleetTable, prompts_per_s: float, evicted: int, restored: int) -> None:
         """Write what a report has changed into its row; see ``FleetTable`` for the other numbers."""
         own = self.own
         table.set_report(
             self.row,
             self.heard_at,
             prompts_per_s,
-            stored,
-            used,
+            evicted,
+            restored,
             self.legs,
             max(self._reported_requests + own.sent_legs, own.legs),
             self._reported_waiting_tokens + own.sent_tokens,

@@ -10,6 +10,7 @@ import pytest
 from services.router.state.block_table import (
     BOUNDARY,
     IS_COMPILED,
+    LOST_MAX,
     TIERS,
     BlockTable,
     Boundaries,
@@ -58,6 +59,30 @@ class NaiveBlocks:
             (row, tier): set() for row in range(rows) for tier in range(len(TIERS))
         }
         self.rows = rows
+        self.lost: dict[int, int] = {}
+        """By place: the block that nobody had in memory any more when it was removed last."""
+        self.evicted, self.restored = [0] * rows, [0] * rows
+
+    def store(self, row: int, tier: int, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            is_new = not any(block in self.held[one, tier] for one in range(self.rows))
+            if is_new and tier < len(MEMORIES) and self.lost.get(block % LOST_MAX) == block:
+                del self.lost[block % LOST_MAX]
+                self.restored[row] += 1
+            self.held[row, tier].add(block)
+
+    def remove(self, row: int, tier: int, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            if block in self.held[row, tier]:
+                self.held[row, tier].remove(block)
+                self.evicted[row] += tier == 0
+                if block and tier < len(MEMORIES) and not any(block in self.of(one) for one in range(self.rows)):
+                    self.lost[block % LOST_MAX] = block
+
+    def clear(self, row: int) -> None:
+        for tier in range(len(TIERS)):
+            self.held[row, tier].clear()
+        self.evicted[row] = self.restored[row] = 0
 
     def of(self, row: int) -> set[int]:
         """What the row has in memory."""
@@ -126,6 +151,7 @@ class NaiveBlocks:
                     xors[tier] ^= block
             assert table.count(row) == sum(len(self.held[row, tier]) for tier in range(len(TIERS)))
             assert table.xor(row) == digest_xor(xors)
+            assert table.evictions(row) == (self.evicted[row], self.restored[row])
 
     def assert_matched_by(self, table: BlockTable, chain: list[int], kinds: Sequence[Boundaries]) -> None:
         depths = np.full(self.rows, -7, np.int32)

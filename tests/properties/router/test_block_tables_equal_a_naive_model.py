@@ -12,11 +12,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from services.router.state.block_table import IS_COMPILED, TIERS, PythonBlockTable, block_table
-from shared.contracts.kv_events import NARROW_MARK, pack_hashes
+from services.router.state.block_table import EVICTED_MAX, IS_COMPILED, LOST_MAX, TIERS, PythonBlockTable, block_table
+from shared.contracts.kv_events import NARROW_MARK, KvTier, pack_hashes
 from tests.properties.router.naive_blocks import KINDS, TABLES, NaiveBlocks
 from tests.support.examples import examples
 
+HOST = TIERS.index(KvTier.HOST)
 ROWS = 5
 ROW = st.integers(min_value=0, max_value=ROWS - 1)
 TIER = st.integers(min_value=0, max_value=len(TIERS) - 1)
@@ -38,12 +39,12 @@ class TableAgainstModel(RuleBasedStateMachine):
     @rule(row=ROW, tier=TIER, blocks=BLOCKS, packed=st.booleans())
     def a_row_stores(self, row, tier, blocks, packed):
         self.table.store(row, tier, pack_hashes(blocks) if packed else blocks)
-        self.model.held[row, tier] |= set(blocks)
+        self.model.store(row, tier, blocks)
 
     @rule(row=ROW, tier=TIER, blocks=BLOCKS, packed=st.booleans())
     def a_row_removes(self, row, tier, blocks, packed):
         self.table.remove(row, tier, pack_hashes(blocks) if packed else blocks)
-        self.model.held[row, tier] -= set(blocks)
+        self.model.remove(row, tier, blocks)
 
     @rule(tier=TIER, blocks=BLOCKS, packed=st.booleans())
     def changes_are_expected(self, tier, blocks, packed):
@@ -52,8 +53,7 @@ class TableAgainstModel(RuleBasedStateMachine):
     @rule(row=ROW)
     def a_row_is_cleared(self, row):
         self.table.clear(row)
-        for tier in range(len(TIERS)):
-            self.model.held[row, tier].clear()
+        self.model.clear(row)
 
     @rule(chain=st.lists(BLOCK, max_size=16))
     def chains_are_matched(self, chain):
@@ -104,14 +104,13 @@ def test_a_fleet_that_lives_through_much_is_known_block_by_block(make, rows, cha
         if deed < 0.02 or (turn == 1000 and rows < 10):
             for one in [row] if deed < 0.02 else range(rows):
                 table.clear(one)
-                for each in range(len(TIERS)):
-                    model.held[one, each].clear()
+                model.clear(one)
         elif deed < 0.3:
             table.remove(row, tier, pack_hashes(chain[len(chain) // 2 :]))
-            model.held[row, tier] -= set(chain[len(chain) // 2 :])
+            model.remove(row, tier, chain[len(chain) // 2 :])
         else:
             table.store(row, tier, pack_hashes(chain))
-            model.held[row, tier] |= set(chain)
+            model.store(row, tier, chain)
         if turn % 10 == 0:
             model.assert_matched_by(table, chain, [KINDS[turn // 10 % len(KINDS)]])
             allowed = [chance.random() < 0.5 for _ in range(rows)]
@@ -161,6 +160,47 @@ def test_a_large_table_returns_memory_that_its_blocks_do_not_need():
 def resident_bytes() -> int:
     """RSS of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("make", TABLES)
+def test_of_large_caches_a_sample_of_the_evictions_is_counted(make):
+    """Half of the evicted blocks are stored again, by another row."""
+    chance, table = random.Random(1), make()
+    blocks = [chance.getrandbits(64) for _ in range(7 * LOST_MAX)]
+    table.store(0, 0, blocks)
+    for begin in range(0, LOST_MAX, 512):
+        table.remove(0, 0, blocks[begin : begin + 512])
+        table.store(1, 0, blocks[begin : begin + 256])
+    (evicted, _), (_, restored) = table.evictions(0), table.evictions(1)
+
+    assert evicted == pytest.approx(LOST_MAX / 8, rel=0.1)
+    assert restored == pytest.approx(evicted / 2, rel=0.1)
+
+
+@pytest.mark.parametrize("make", TABLES)
+def test_old_evictions_are_forgotten_alike_of_all_rows(make):
+    """The first blocks are stored again, by another row, later ones are not."""
+    table = make()
+    for turn in range(128):
+        blocks = list(range(turn * 1024 + 1, (turn + 1) * 1024 + 1))
+        table.store(0, 0, blocks)
+        table.remove(0, 0, blocks)
+        if turn < 8:
+            table.store(1, 0, blocks)
+            assert (table.evictions(0), table.evictions(1)) == ((1024 * (turn + 1), 0), (0, 1024 * (turn + 1)))
+
+    assert (table.evictions(0), table.evictions(1)) == ((EVICTED_MAX // 2, 0), (0, 1024))
+
+
+@pytest.mark.parametrize("make", TABLES)
+def test_a_block_that_stays_in_host_memory_is_not_lost(make):
+    table = make()
+    table.store(0, HOST, [1])
+    for _ in range(3):
+        table.store(0, 0, [1, 2])
+        table.remove(0, 0, [1, 2])
+
+    assert table.evictions(0) == (6, 2)
 
 
 @pytest.mark.parametrize("make", TABLES)

@@ -9,6 +9,7 @@ from services.router.decisions.decision import DecisionLog
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest, Rejection
 from services.router.placement.placer import CostPlacer
 from services.router.placement.slo import Targets
+from services.router.placement.specification import EVICTED_MIN
 from services.router.request.facts import ForcedWorkers, Mode
 from services.router.settings import Settings
 from services.router.state.cluster_view import ClusterView
@@ -286,21 +287,33 @@ def test_where_all_batches_are_crowded_the_time_of_others_counts(running, counts
     assert {one.others_s > 0.0 for one in candidates(fleet.place())} == {counts}
 
 
-@pytest.mark.parametrize(("cached", "chosen"), [(0, "empty"), (5_000, "holder")])
-def test_where_caches_are_of_use_a_fetched_prefix_costs_what_it_evicts(cached, chosen):
+@pytest.mark.parametrize(("evicted", "restored", "chosen"), [(0, 0, "empty"), (400, 8, "empty"), (400, 400, "holder")])
+def test_a_fetched_prefix_costs_what_it_evicts_if_that_is_computed_again(evicted, restored, chosen):
     fleet = Fleet()
-    fleet.add("holder", held=19, waiting_tokens=100, computed_tokens_total=5_000, cached_tokens_total=cached)
+    fleet.add("holder", held=19, waiting_tokens=100)
     fleet.add("empty")
+    fleet.cluster.report(load("empty"), NOW, (evicted, 0))
+    fleet.cluster.report(load("holder", waiting_tokens=100), NOW, (0, restored))
 
     assert fleet.place().decode.record.worker_id == chosen
+
+
+def test_a_few_evictions_cost_little():
+    fleet = Fleet()
+    fleet.add("w1")
+    fleet.cluster.report(load("w1"), NOW, (1, 1))
+
+    assert [one.others_s for one in candidates(fleet.place()) if one.part is Part.WHOLE] == [
+        pytest.approx(len(PROMPT.hashes) * BLOCK * 0.00025 / EVICTED_MIN, rel=0.02)
+    ]
 
 
 def test_the_price_of_eviction_rises_with_the_load():
     prices_s = []
     for computed in (100, 2_100):
         fleet = Fleet()
-        fleet.add("w1", computed_tokens_total=100, cached_tokens_total=10_000)
-        fleet.cluster.report(load("w1", computed_tokens_total=computed, cached_tokens_total=10_000), NOW + 1.0)
+        fleet.add("w1", computed_tokens_total=100)
+        fleet.cluster.report(load("w1", computed_tokens_total=computed), NOW + 1.0, (500, 500))
         prices_s += [one.others_s for one in candidates(fleet.place()) if one.part is Part.WHOLE]
 
     idle_s, busy_s = prices_s

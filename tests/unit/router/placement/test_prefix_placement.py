@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import msgspec
 import pytest
 from tokenizers import Tokenizer
 
+from services.router.state import fleet_table as t
 from services.router.state.prefix_index import IndexState
 from services.worker.tiny_model import ensure_tiny_tokenizer
 from shared.contracts.channels import KV_EVENTS
 from shared.contracts.control import TokenizerAsset
-from shared.contracts.kv_events import KvDigest, pack_hashes, unpack_hashes
+from shared.contracts.ids import WorkerId
+from shared.contracts.kv_events import KvDigest, KvEvent, KvEventKind, pack_hashes, unpack_hashes
 from shared.contracts.kv_exchange import KvSource
 from shared.contracts.workers import HashScheme, Role
 from tests.support.block_hashes import block_hashes
@@ -171,3 +174,20 @@ async def test_a_departed_worker_leaves_nothing_in_the_index(world: World):
 
     fleet = world.router.fleet
     assert (list(fleet.cluster.workers), fleet.index.table.size()) == (["d1"], 0)
+
+
+@in_world()
+async def test_placement_learns_which_evicted_blocks_are_computed_again(world: World):
+    p1, d1 = await world.pair()
+    removed = KvEvent(kind=KvEventKind.REMOVED, hashes=pack_hashes([11, 12]))
+    for seq, batch in enumerate((kv_batch(1, 11, 12), kv_batch(2, 13), kv_batch(3, 11)), 1):
+        batch.events[:0] = [removed] if seq == 2 else []
+        await world.bus.publish(KV_EVENTS, msgspec.structs.replace(batch, worker_id="p1"))
+    await settle()
+    for worker in (p1, d1):
+        await worker.report()
+    await settle()
+
+    fleet = world.router.fleet.cluster
+    rows = [fleet.table.of(fleet.workers[WorkerId(name)].row) for name in ("p1", "d1")]
+    assert [(row[t.EVICTED_BLOCKS], row[t.RESTORED_BLOCKS]) for row in rows] == [(2, 1), (0, 0)]
