@@ -155,7 +155,7 @@ class VirtualAdmission:
     def schedule_pass(self, now: float) -> None:
         """Schedule a pass, because something changed."""
         if self._waiting_requests:
-            self._wake_at(now, now)
+            self._wake_at(now, self._admission.pass_at(now))
 
     def ended(self, replayed: ReplayedRequest) -> None:
         """A placed request has ended."""

@@ -69,6 +69,10 @@ MEAN_PROMPTS_AHEAD: Final = 1.5
 """Mean prompts that an engine may hold before the next is sent to it: the one that it computes and part of another. A
 worker reports a prompt a little after it is computed; the next prompt must be there already.
 """
+RECHECK_S: Final = 0.02
+"""Changes in the fleet cause scheduling passes so far apart, unless a worker is predicted to be ready before. Engines
+have work for longer than that; a pass costs a placement for each request that it tries.
+"""
 MODELS_IDLE_MAX: Final = 64
 """Models whose counters are kept while none of their requests waits."""
 EXPIRIES_SPARE: Final = 64
@@ -94,6 +98,12 @@ class Admission:
         self._pacing = Pacing()
         self._paced_at = math.inf
         """When the first gap ends that a waiting request waits for, according to the last scheduling pass."""
+        self._ready_at = math.inf
+        """When the first gap or queue ends that a waiting request waits for, as predicted in that pass."""
+        self._is_open = False
+        """Whether a request waits for something that is not predicted, according to the last scheduling pass."""
+        self._passed_at = -math.inf
+        """When the last scheduling pass ran."""
         self.waiting = 0
 
     def offer(self, entry: QueueEntry, now: float) -> Placement | Rejection | None:
@@ -118,6 +128,8 @@ class Admission:
                 return result
             entry.awaits = obstacle or prefill_worker(result)
             self._unfinished = self._unfinished or obstacle is None
+        else:
+            self._is_open = True
         return self._enqueue(entry, result, now)
 
     def withdraw(self, entry: QueueEntry) -> None:
@@ -129,7 +141,8 @@ class Admission:
         """Run scheduling passes after a change; returns the requests that are placed or rejected now."""
         decided, self._evicted = self._evicted, []
         self._unfinished = False
-        self._paced_at = math.inf
+        self._paced_at = self._ready_at = math.inf
+        self._passed_at, self._is_open = now, False
         expiries = self._expiries
         while expiries and expiries[0][0] <= now:
             entry = heappop(expiries)[-1]
@@ -141,6 +154,7 @@ class Admission:
             scheduling = SchedulingPass(queue, self._place, self._obstacle, self._elsewhere)
             scheduling.run(now)
             self._unfinished = self._unfinished or scheduling.unfinished
+            self._is_open = self._is_open or not queue.may_overtake()
             for entry, result in scheduling.decided:
                 self._leave(entry)
                 if isinstance(result, Placement):
@@ -157,6 +171,10 @@ class Admission:
         while self._expiries and not self._expiries[0][-1].waiting:
             heappop(self._expiries)
         return min(self._expiries[0][0], max(self._paced_at, now)) if self._expiries else None
+
+    def pass_at(self, now: float) -> float:
+        """When ``schedule`` must run after a change in the fleet."""
+        return now if self._is_open or now >= self._ready_at else max(now, self._passed_at + RECHECK_S)
 
     def ended(self, entry: QueueEntry, computed_tokens: int = -1, tokens_out: int = -1) -> None:
         """A placed request has ended. Charge its tenant for the tokens (-1: unknown) instead of the estimate.
@@ -210,16 +228,21 @@ class Admission:
         predicted, queue = placement.predicted, entry.queue
         own_s = MEAN_PROMPTS_AHEAD * queue.model_queue.work_s if queue is not None else 0.0
         soon_s = max(self._policy.engine_queue_s_max, own_s)
-        if predicted.queue_s + given_s > soon_s:
+        queued_s = predicted.queue_s + given_s - soon_s
+        if queued_s > 0.0:
+            self._ready_at = min(self._ready_at, now + queued_s)
             return prefill_worker(placement)
         wait_s = self._paced_s(entry, placement, now, given_s)
         if wait_s > 0.0:
             self._paced_at = min(self._paced_at, now + wait_s)
+            self._ready_at = min(self._ready_at, self._paced_at)
             return prefill_worker(placement)
         late = predicted.decode_queue_s > soon_s
         if late or placement.answer_step_s > entry.request.targets.itl_s:
             decode = placement.decode.record.worker_id
-            return decode if decode in self._running else None
+            if decode in self._running:
+                self._is_open = True
+                return decode
         return None
 
     def _elsewhere(

@@ -102,7 +102,7 @@ class AdmissionQueue:
     def reschedule(self, lag_s: float = 0.0) -> None:
         """Run a scheduling pass soon, at least ``lag_s`` from now: see ``ReservationBook.lag_s``."""
         if self._waiting:
-            self._wake_at(self._now() + lag_s)
+            self._wake_at(self._admission.pass_at(self._now()) + lag_s)
 
     def close(self) -> None:
         """Reject all that wait: the router is shutting down."""

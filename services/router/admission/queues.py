@@ -228,8 +228,8 @@ class ModelQueue:
         """When a prompt may begin that even an idle engine would complete too late."""
         self.work_s = WORK_AT_FIRST_S
         """Mean work of a request, lately."""
-        self.resume_position = 0
-        """Where in the order the last scheduling pass stopped."""
+        self.turn = 0
+        """Position of the request that the next scheduling pass places even if what it waits for is reserved."""
         self._awaited: dict[WorkerId, int] = {}
         """How many requests wait for each worker."""
 
@@ -285,12 +285,11 @@ class ModelQueue:
         return self.throughput.wait_s(urgent_s + queue.work_before_s(entry), self.work_s)
 
 
-HELD_MAX: Final = 8
-"""A pass ends after this many requests were placed anew and still have to wait. Half of them are first in order, the
-other half follow the position where the last pass stopped, so that every request is tried in time.
+HELD_MAX: Final = 4
+"""A pass ends after this many requests were placed anew and still have to wait. It leaves out those that wait, since
+they were placed last, for a worker that an earlier one of the pass waits for, but for one in turn: so every request is
+placed again in time.
 """
-HELD_LIKE_NEXT: Final = HELD_MAX // 2
-"""How many held requests one counts as, when the next requests most likely wait for the same thing."""
 BEGUN_MAX: Final = 64
 """Requests that begin in one pass. A placement takes a good tenth of a millisecond, so that more of them would hold up
 the streams that the router relays.
@@ -332,21 +331,24 @@ class SchedulingPass:
 
     def run(self, now: float) -> None:
         """The number of placements is bounded, however many requests wait."""
-        queue, resume = self._model_queue, self._model_queue.resume_position
-        queue.resume_position = 0
+        queue, turn = self._model_queue, self._model_queue.turn
+        queue.turn = 0
         for position, entry in enumerate(queue.in_order()):
-            if self._held >= HELD_MAX // 2 and position < resume:
+            is_turn = position >= turn and not queue.turn
+            if entry.awaits in self._reserved and not is_turn:
                 continue
             if self._held >= HELD_MAX or len(self.decided) >= BEGUN_MAX:
-                queue.resume_position = position
+                queue.turn = queue.turn or turn
                 self.unfinished = self.unfinished or len(self.decided) >= BEGUN_MAX
                 return
+            if is_turn:
+                queue.turn = position + 1
             self._decide(entry, self._place(entry.request, now), now)
 
     def _decide(self, entry: QueueEntry, result: Placement | Rejection, now: float) -> None:
         if isinstance(result, Rejection):
             if result.reason is Reason.WORKER_BUSY:
-                self._hold(entry, ANY_WORKER, HELD_LIKE_NEXT)
+                self._hold(entry, ANY_WORKER)
             else:
                 self.decided.append((entry, result))
             return
@@ -361,7 +363,7 @@ class SchedulingPass:
         given_s = self._given_s.get(prefill, 0.0)
         if awaits is not None and given_s:
             self.unfinished = True
-            self._hold(entry, awaits, HELD_LIKE_NEXT)
+            self._hold(entry, awaits)
         elif awaits is not None:
             self._hold(entry, awaits)
         elif prefill in self._reserved or decode in self._reserved:
@@ -370,8 +372,8 @@ class SchedulingPass:
             self._given_s[prefill] = given_s + entry.work_s
             self.decided.append((entry, result))
 
-    def _hold(self, entry: QueueEntry, awaits: WorkerId, count: int = 1) -> None:
-        self._held += count
+    def _hold(self, entry: QueueEntry, awaits: WorkerId) -> None:
+        self._held += 1
         self._reserved.add(awaits)
         self._model_queue.set_awaited(entry, awaits)
 

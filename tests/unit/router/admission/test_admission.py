@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from services.router.admission.admission import LATE_LOAD_MAX, LATE_SHARE_MAX, WAIT_TARGET_SHARE
+from services.router.admission.admission import LATE_LOAD_MAX, LATE_SHARE_MAX, RECHECK_S, WAIT_TARGET_SHARE
 from services.router.admission.queues import LOAD_MEMORY_S, WAITED_S_MIN
 from services.router.placement.placement import Placement, Rejection
 from services.router.request.facts import ForcedWorkers
@@ -466,3 +466,57 @@ def test_a_default_request_has_no_tenant_priority_or_forced_workers():
     request = ask()
 
     assert (request.tenant, request.priority, request.forced) == ("", 0, None)
+
+
+def test_changes_cause_passes_a_moment_apart_while_a_predicted_queue_lasts():
+    engines = Engines(Engine("w1"))
+    engines.offer(A_SECOND)
+    engines.offer(A_SECOND)
+    admission = engines.admission
+
+    assert admission.pass_at(0.01) == pytest.approx(RECHECK_S)
+    assert admission.pass_at(0.2) == pytest.approx(0.2)
+    admission.schedule(0.74)
+    assert admission.pass_at(0.741) == pytest.approx(0.74 + RECHECK_S)
+    assert admission.pass_at(0.751) == 0.751  # the worker has less than a quarter of a second left to do
+
+
+def test_requests_that_no_worker_has_room_for_wait_for_any_change():
+    engines = Engines(Engine("w1", legs_max=1, decode_s=1.0))
+    engines.offer(10)
+    engines.offer(10)
+
+    assert engines.admission.pass_at(0.001) == 0.001
+
+
+def test_requests_that_wait_for_a_long_batch_wait_for_any_change():
+    engines = Engines(Engine("w1", decode_s=1.0))
+    for _ in range(3):
+        engines.offer(10, itl_s=0.025)
+
+    assert engines.admission.waiting == 1
+    assert engines.admission.pass_at(0.031) == 0.031
+
+
+def test_requests_behind_many_that_wait_for_one_worker_begin_at_the_next_pass():
+    engines = Engines(Engine("w1"), Engine("w2"))
+    for name in ("w1", "w2"):
+        engines.offer(A_SECOND, forced=ForcedWorkers(decode_worker=name))
+    for _ in range(50):
+        engines.offer(100, forced=ForcedWorkers(decode_worker="w1"))
+    hidden = engines.offer(100, forced=ForcedWorkers(decode_worker="w2"))
+    engines.engines["w2"].free_at = 0.3
+
+    assert [entry for entry, _placed in engines.admission.schedule(0.3)] == [hidden]
+
+
+def test_each_request_is_placed_again_in_turn_although_others_wait_for_the_same_worker():
+    engines = Engines(Engine("w1"))
+    for _ in range(8):
+        engines.offer(A_SECOND, forced=ForcedWorkers(decode_worker="w1"))
+    free = engines.offer(A_SECOND)
+    engines.engines["w2"] = Engine("w2")
+
+    decided = [entry for _ in range(10) for entry, _placed in engines.admission.schedule(0.0)]
+
+    assert decided == [free]

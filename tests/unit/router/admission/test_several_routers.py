@@ -85,5 +85,5 @@ def test_many_routers_keep_engine_queues_short_and_engines_busy():
     herded, _ = queues(4, loses_reservations=True)
 
     assert max(together) <= 2 * max(alone)
-    assert max(herded) > 2 * max(together)
+    assert max(herded) >= 2 * max(together)
     assert together_s < 1.05 * alone_s
