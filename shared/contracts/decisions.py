@@ -134,6 +134,10 @@ class DecisionRecord(Message, frozen=True, kw_only=True):
     """Who set it: ``request``, ``worker_default``, ``decode_first`` or ``failure_policy``; empty: nobody."""
     hit_share: float = -1.0
     """The share of the prompt that was cached or fetched, or could have been; -1: unknown, or there is no threshold."""
+    gap_worker: str = ""
+    """The worker whose gap between prompts the request waited for in the admission queue; empty: none."""
+    gap_step_s: float = 0.0
+    """A step of that worker with as many prompt tokens as it computes at once: longer than the ITL target."""
     regret_s: float = -1.0
     """Excess of the measured time to the first token over the best prediction for another candidate."""
     outcome: str = ""

@@ -148,6 +148,16 @@ def target_text(decision: DecisionRecord) -> list[str]:
     return lines
 
 
+def gap_text(decision: DecisionRecord) -> str:
+    """The gap between prompts that the request waited for; empty if it waited for none."""
+    if not decision.gap_worker:
+        return ""
+    return (
+        f"waited for {decision.gap_worker} to leave one between prompts: its steps with prompt tokens take "
+        f"{duration(decision.gap_step_s)}, which answers beside them can afford only now and then"
+    )
+
+
 def ttft_text(decision: DecisionRecord) -> str:
     """The time to the first token, predicted and measured."""
     predicted_s = decision.predicted.total_s()

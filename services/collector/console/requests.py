@@ -194,5 +194,6 @@ def text_of(decision: DecisionRecord) -> dict[str, Any]:
         "cached": explanation.cached_text(decision),
         "regret": explanation.regret_text(decision),
         "targets": explanation.target_text(decision),
+        "gap": explanation.gap_text(decision),
         "reason": MEANINGS.get(decision.outcome, ""),
     }

@@ -205,6 +205,8 @@ def _facts(decision: DecisionRecord) -> Table:
         table.add_row("tenant", f"{decision.tenant or 'none'}, priority {decision.priority}")
     for sentence in explanation.target_text(decision):
         table.add_row("target", Text(sentence, MISSED if "missed" in sentence else ""))
+    if gap := explanation.gap_text(decision):
+        table.add_row("gap", Text(gap, overflow="fold"))
     if any(one.within_s for one in decision.candidates):
         table.add_row("", "decode time within the ITL target adds no cost")
     if decision.itl_s >= 0 or decision.predicted_itl_s > 0:

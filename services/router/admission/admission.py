@@ -25,6 +25,7 @@ from services.router.admission.fair_share import cost_of
 from services.router.admission.pacing import Pacing
 from services.router.admission.policy import AdmissionPolicy
 from services.router.admission.queues import (
+    ANY_WORKER,
     NONE_GIVEN,
     GivenWork,
     ModelQueue,
@@ -121,6 +122,7 @@ class Admission:
             obstacle = self._obstacle(entry, result, now)
             if obstacle is not None and (other := self._elsewhere(entry, result, now)) is not None:
                 result, obstacle = other, None
+                entry.gap_worker, entry.gap_step_s = ANY_WORKER, 0.0
             if obstacle is None and models.may_overtake(prefill_worker(result), result.decode.record.worker_id):
                 queue.share.enter(request.tenant)
                 self._begin(entry, result, now)
@@ -236,7 +238,9 @@ class Admission:
         if wait_s > 0.0:
             self._paced_at = min(self._paced_at, now + wait_s)
             self._ready_at = min(self._ready_at, self._paced_at)
-            return prefill_worker(placement)
+            entry.gap_worker = prefill_worker(placement)
+            entry.gap_step_s = placement.step_s + placement.prompt_step_s
+            return entry.gap_worker
         late = predicted.decode_queue_s > soon_s
         if late or placement.answer_step_s > entry.request.targets.itl_s:
             decode = placement.decode.record.worker_id

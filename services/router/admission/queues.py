@@ -58,6 +58,10 @@ class QueueEntry:
         self.waiting = False
         self.awaits = ANY_WORKER
         """The worker that it waits for, according to the last scheduling pass."""
+        self.gap_worker = ANY_WORKER
+        """The worker for the end of whose gap it waited last; ``ANY_WORKER``: it waited for none."""
+        self.gap_step_s = 0.0
+        """A step of that worker with as many prompt tokens as it computes at once."""
         self.placement: Placement | None = None
 
     def key(self) -> tuple[float, int]:

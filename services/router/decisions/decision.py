@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from services.router.decisions.decision_filter import DecisionFilter
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from shared.contracts.decisions import CandidateRecord, DecisionRecord, Part, TtftParts
-from shared.contracts.ids import DecisionId, RequestId, RouterId
+from shared.contracts.ids import DecisionId, RequestId, RouterId, WorkerId
 from shared.contracts.inference import LegReport
 
 BASE_BYTES: Final = 2500
@@ -49,6 +49,8 @@ class Decision:
     """The share of the prompt below which the worker refuses; -1: none. ``threshold_from``: see ``DecisionRecord``."""
     threshold_from = ""
     hit_share = -1.0
+    gap_worker = WorkerId("")
+    gap_step_s = 0.0
     answered = False
     """The client has its response; the report of another leg may be missing."""
     on_end: tuple[Callable[[], None], ...] = ()
@@ -184,6 +186,8 @@ class Decision:
             cache_hit_threshold=self.threshold,
             threshold_from=self.threshold_from,
             hit_share=self.hit_share,
+            gap_worker=self.gap_worker,
+            gap_step_s=self.gap_step_s,
             regret_s=regret_s(predicted, self.measured, candidates),
             outcome=self.outcome,
         )

@@ -80,6 +80,11 @@ class DecisionService:
             why_inexact=context.prompt.why if context.prompt is not None else "",
             earlier=context.decision,
         )
+        if context.entry is not None:
+            context.decision.gap_worker, context.decision.gap_step_s = (
+                context.entry.gap_worker,
+                context.entry.gap_step_s,
+            )
 
     def failed(self, context: RequestContext, failure: Failure) -> None:
         """The attempt that was placed last has failed."""

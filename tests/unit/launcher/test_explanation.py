@@ -268,6 +268,14 @@ def test_a_terminal_gets_colour_and_the_same_text():
     assert "was chosen because" in coloured
 
 
+def test_the_gap_that_a_request_waited_for_is_explained():
+    text = explanation.gap_text(decision(gap_worker="w1", gap_step_s=0.112))
+
+    assert text.startswith("waited for w1 to leave one between prompts: its steps with prompt tokens take 112 ms")
+    assert text[:60] in picture(decision(gap_worker="w1", gap_step_s=0.112), 120)
+    assert explanation.gap_text(decision()) == ""
+
+
 @pytest.mark.parametrize(
     ("fields", "text"),
     [

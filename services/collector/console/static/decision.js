@@ -41,6 +41,7 @@ function facts(decision, text) {
     sources ? ["KV from", sources] : null,
     decision.attempt > 1 ? ["Attempt", `${decision.attempt}; the previous one is ${decision.earlier}`] : null,
     ...text.targets.map((sentence) => ["Target", sentence]),
+    ["Gap", text.gap],
     ["First token", text.ttft],
   ];
   const shown = rows.filter((row) => row?.[1]);

@@ -133,6 +133,7 @@ def test_a_request_begins_elsewhere_where_its_first_token_comes_no_later():
 
     assert dict(engines.ends)[entry].decode.record.worker_id == "w2"
     assert engines.placed_at[entry] == now
+    assert (entry.gap_worker, entry.gap_step_s) == ("", 0.0)
 
 
 def test_a_request_waits_for_the_gap_where_others_would_take_longer():
@@ -141,3 +142,4 @@ def test_a_request_waits_for_the_gap_where_others_would_take_longer():
 
     assert dict(engines.ends)[entry].decode.record.worker_id == "w1"
     assert engines.placed_at[entry] > now
+    assert (entry.gap_worker, entry.gap_step_s) == ("w1", SHORT_S + CHUNK_S)

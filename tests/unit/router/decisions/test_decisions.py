@@ -15,12 +15,13 @@ from services.router.decisions.decision import LISTED_MAX
 from services.router.decisions.decision_filter import DecisionFilter
 from services.router.decisions.decision_service import SLICE, DecisionService
 from services.router.placement.placement import PlacementRequest, Rejection
+from services.router.state.worker_speed import WorkerSpeed
 from services.router.tokenize.prompts import NO_TOKENIZER, NOT_READ
 from shared.bus.frame_sender import LegFrames
 from shared.contracts.channels import DECISION
 from shared.contracts.decisions import AskDecision, DecisionRecord
 from shared.contracts.failures import Failure, Reason
-from shared.contracts.ids import DecisionId, RequestId, RouterId
+from shared.contracts.ids import DecisionId, RequestId, RouterId, WorkerId
 from shared.contracts.inference import LegKind, LegReport, StartLeg
 from shared.contracts.kv_exchange import KvRead, KvTransferReport
 from tests.support.memory_bus import MemoryBus
@@ -112,6 +113,22 @@ async def test_an_aggregated_decision_has_the_measured_times(world: World, strea
     assert parts_of(record) == {"queue_s": 0.3, "prefill_s": 0.2}
     assert record.itl_s == pytest.approx(0.75 if stream else -1)
     assert (record.counted_prompt_tokens, record.cached_tokens) == (9, 4)
+
+
+@in_world()
+async def test_a_decision_names_the_gap_that_its_request_waited_for(world: World):
+    await world.worker("w1", script=timed(prefill_s=0.2))
+    speed = WorkerSpeed(prefill_token_s=0.001, decode_step_s=0.01, prompts_measured=1.0)
+    world.router.fleet.cluster.set_speed(WorkerId("w1"), speed)
+    asked = {"baton": {"itl_s": 0.05}, "max_tokens": 8}
+
+    responses = await asyncio.gather(*(world.ask(long_prompt(stream=True) | asked) for _ in range(6)))
+
+    records = [await decision(world, response.headers[HEADER]) for response in responses]
+    assert (records[0].gap_worker, records[0].gap_step_s) == ("", 0.0)
+    waited = records[-1]
+    assert (waited.outcome, waited.gap_worker) == ("ok", "w1")
+    assert waited.gap_step_s > 0.05
 
 
 @in_world(stream_tokens_min=-1)
