@@ -9,12 +9,12 @@ from replay.split import LETTERS, Split
 
 
 def fleet_toml(split: Split, layouts: Mapping[str, Layout]) -> str:
-    """Hosts of ``HOST_GPUS`` GPUs with these workers, the largest first; empty where a data parallel group does not fit
-    on one. Names and addresses are examples.
+    """Hosts of ``HOST_GPUS`` GPUs with these workers, the largest first; empty where workers of a data parallel group
+    do not fit on one. Names and addresses are examples.
     """
     roles = sorted((role for role in LETTERS.values() if getattr(split, role)), key=lambda role: -layouts[role].gpus)
     counts = {role: getattr(split, role) for role in roles}
-    if any(layouts[role].data > 1 and layouts[role].gpus > HOST_GPUS for role in counts):
+    if any(one.data > 1 and one.tensor * one.pipeline > HOST_GPUS for one in (layouts[role] for role in counts)):
         return ""
     hosts: list[list[str]] = []
     free: list[tuple[int, list[tuple[str, int]]]] = []
@@ -39,14 +39,13 @@ def fleet_toml(split: Split, layouts: Mapping[str, Layout]) -> str:
 
 
 def _spanned(role: str, layout: Layout, first: int) -> list[list[str]]:
-    """The hosts of one worker that is larger than a host: those after the first have no rows of their own."""
-    number = next(
-        hosts
-        for hosts in range(-(-layout.gpus // HOST_GPUS), layout.gpus + 1)
-        if layout.gpus % hosts == 0 and layout.gpus // hosts <= HOST_GPUS
-    )
+    """The hosts of one worker or group that is larger than a host: those after the first have no rows of their own."""
+    shared, each = (layout.gpus, 1) if layout.data == 1 else (layout.data, layout.tensor * layout.pipeline)
+    equal = (hosts for hosts in range(1, shared + 1) if shared % hosts == 0)
+    number = next(hosts for hosts in equal if shared // hosts * each <= HOST_GPUS)
     further = ", ".join(f'"{_name(first + more)}"' for more in range(1, number))
-    return [[_row(role, layout, 1, layout.gpus // number, further)], *([] for _ in range(number - 1))]
+    gpus = each if layout.data > 1 else shared // number
+    return [[_row(role, layout, 1, gpus, further)], *([] for _ in range(number - 1))]
 
 
 def _row(role: str, layout: Layout, count: int, gpus: int = 0, further: str = "") -> str:

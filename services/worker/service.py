@@ -27,7 +27,7 @@ from services.worker.lifecycle.drain import FLUSH_S_MAX, HANDOFF_S_MAX, Drain, D
 from services.worker.lifecycle.order_handler import AdapterHandler, OrderHandler
 from services.worker.lifecycle.probing import Prober
 from services.worker.lifecycle.profiling import ProfileHandler
-from services.worker.lifecycle.rank_group import Place, RankGroup, join
+from services.worker.lifecycle.rank_group import RankGroup, join, place_of
 from services.worker.lifecycle.registration import Registration, SavedRole, WorkerStatus, follow_health, new_epoch
 from services.worker.lifecycle.self_test import ReadSpeeds, SelfTestHandler
 from services.worker.lifecycle.sleeping import Sleep
@@ -45,7 +45,6 @@ from shared.contracts.workers import Fingerprint, HashScheme, Role, WorkerPhase,
 from shared.runtime.service import Service
 from shared.runtime.settings import CommonSettings
 from shared.runtime.state_folder import forget_refusal, save_refusal
-from shared.sockets import free_port
 
 log = logging.getLogger("baton.worker")
 
@@ -61,7 +60,6 @@ IN_FLIGHT_LISTS_S = 2.0
 UNSEEN_TOKENS_S = 1.0
 """How often routers are told of streams whose tokens have nothing to show."""
 ENGINE_CLOSE_S_MAX = 5.0
-LOOPBACK = "127.0.0.1"
 SHUTDOWN_S_MAX = 2 * FLUSH_S_MAX + HANDOFF_S_MAX + ENGINE_CLOSE_S_MAX
 """Time limit for what a worker does after its last leg."""
 
@@ -112,7 +110,8 @@ async def run_worker(
             saved_role.forget()
             return Ending.STOPPED if service.stopping.is_set() else Ending.DRAINED
         if settings.data_parallel_size > 1:
-            group = await _unless_stopped(join(_place(settings, common), report), service.stopping)
+            joining = join(place_of(settings, common.state_dir), settings.data_parallel_port, report)
+            group = await _unless_stopped(joining, service.stopping)
             if group is None:
                 return Ending.STOPPED
             settings = msgspec.structs.replace(settings, data_parallel_port=group.port)
@@ -130,9 +129,12 @@ async def run_worker(
         finally:
             if group is not None:
                 group.close()
-            # It reports no load from here on: one that is still registered while its engine ends would look lost.
-            await registration.remove()
-            await engine.close(ENGINE_CLOSE_S_MAX)
+            is_lost = group is not None and group.lost.done()
+            if not is_lost:
+                # It reports no load from here on: one that is still registered while its engine ends would look lost.
+                await registration.remove()
+            # An engine that waits for a rank that is gone does not end by itself.
+            await engine.close(0.0 if is_lost else ENGINE_CLOSE_S_MAX)
         if service.stopping.is_set() or not (plan.ordered or plan.sleeps):
             return Ending.STOPPED
         return Ending.ASLEEP if plan.sleeps else Ending.DRAINED
@@ -400,18 +402,6 @@ async def _unless_stopped(starting: Awaitable[T], stopping: asyncio.Event, group
         stop.cancel()
         start.cancel()
         await asyncio.wait([start])
-
-
-def _place(settings: Settings, common: CommonSettings) -> Place:
-    """In the data parallel group. Systems with state folders of their own may have groups of the same name."""
-    rank, port = settings.data_parallel_rank, settings.data_parallel_port
-    return Place(
-        name=settings.data_parallel_group,
-        scope=common.state_dir,
-        rank=rank,
-        size=settings.data_parallel_size,
-        port=port or free_port(LOOPBACK),
-    )
 
 
 def first_record(settings: Settings, epoch: Epoch) -> WorkerRecord:

@@ -94,15 +94,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """
     data_parallel_size: Annotated[int, msgspec.Meta(ge=1, le=RANKS_MAX)] = 1
     """Workers of a data parallel group, which share out the experts' work of a model with experts; 1: no group. Change
-    it when the experts do not fit on the GPUs of one worker. All are on one host.
+    it when the experts do not fit on the GPUs of one worker. All are on one host, unless ``head_address`` is set.
     """
     data_parallel_rank: Annotated[int, msgspec.Meta(ge=0)] = 0
     """This worker's place in its group, from 0. Change it when ``data_parallel_size`` is set."""
     data_parallel_group: str = ""
     """Name of the group, of which no other on the host has the same. Change it when ``data_parallel_size`` is set."""
     data_parallel_port: Annotated[int, msgspec.Meta(ge=0, le=65_535)] = 0
-    """TCP port on loopback at which the engines of the group find each other; 0: rank 0 chooses a free one. Change it
-    when a port must be known beforehand.
+    """TCP port of rank 0 at which the engines of the group find each other; 0: it chooses a free one. Change it when a
+    port must be known beforehand.
     """
     nodes: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     """Hosts that share the ranks of a vLLM engine equally. Change it when one host has too few GPUs for the model."""
@@ -111,8 +111,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     id of its own, runs its host's ranks and follows the worker. Change it when a host is a further one.
     """
     head_address: str = ""
-    """Where the hosts of an engine meet: address and port of node 0, such as ``10.0.0.1:9700``. Change it when
-    ``nodes`` is more than 1.
+    """Where the hosts of an engine, or of a data parallel group, meet: address and port of node 0 or rank 0, such as
+    ``10.0.0.1:9700``. Change it when ``nodes`` is more than 1, or a group has workers on several hosts.
     """
     kv_cache_bytes: int = 0
     """Memory for KV blocks; 0: 256 MiB on CPU, vLLM's own choice on a GPU. Change it when a CPU engine serves long
@@ -254,6 +254,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         for why, is_so in cannot.items():
             if is_so:
                 raise ValueError(why)
+        if self.head_address:
+            self._check_meeting()
 
     def _check_nodes(self) -> None:
         """Raises ValueError."""
@@ -262,7 +264,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 "WORKER_NODES: only a vLLM engine with Baton's KV exchange can have several hosts; set it to 1"
             )
         if self.data_parallel_size > 1:
-            raise ValueError("WORKER_NODES: a data parallel group is on one host; set it to 1")
+            raise ValueError("WORKER_NODES: each worker of a data parallel group is on one host; set it to 1")
         if self.node >= self.nodes:
             raise ValueError(f"WORKER_NODE: the hosts of the engine are 0 to {self.nodes - 1}, by WORKER_NODES")
         if self.ranks % self.nodes:
@@ -270,12 +272,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 f"WORKER_NODES: {self.ranks} ranks (WORKER_TENSOR_PARALLEL_SIZE times WORKER_PIPELINE_PARALLEL_SIZE) "
                 f"cannot be shared out equally over {self.nodes} hosts"
             )
+        self._check_meeting()
+
+    def _check_meeting(self) -> None:
+        """Raises ValueError."""
         try:
             self.meeting  # noqa: B018  # It is read here, so that a mistake stops the process at once.
         except ValueError:
             raise ValueError(
                 f"WORKER_HEAD_ADDRESS: {self.head_address!r} is no address and port; write it as 10.0.0.1:9700, with "
-                "an address of node 0's host that the others reach"
+                "an address of the first one's host that the others reach"
             ) from None
 
     @property

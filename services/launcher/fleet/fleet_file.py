@@ -121,9 +121,11 @@ class WorkersTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     pipeline: Some = 1
     """Pipeline stages of each worker, over which its GPUs are shared out equally."""
     data_parallel: Some = 1
-    """Workers of each data parallel group, all on this host. ``count`` is of groups then."""
+    """Workers of each data parallel group. ``count`` is of groups then."""
     hosts: tuple[str, ...] = ()
-    """Further hosts, each with ``gpus_per_worker`` GPUs of each of these workers."""
+    """Further hosts. Each has ``gpus_per_worker`` GPUs of each of these workers, or where they form data parallel
+    groups an equal part of the workers of each group.
+    """
 
 
 class HostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -337,8 +339,11 @@ def _check_span(fleet: Fleet, host: HostTable, row: WorkersTable, where: str) ->
         return
     if row.role not in WHOLE_ENGINES:
         raise WrongFleetFile(f"{where}hosts: only engines have ranks on several hosts; leave it out")
-    if row.data_parallel > 1:
-        raise WrongFleetFile(f"{where}hosts: a data parallel group is on one host; leave out hosts or data_parallel")
+    if row.data_parallel > 1 and row.data_parallel % (1 + len(row.hosts)):
+        raise WrongFleetFile(
+            f"{where}data_parallel: {row.data_parallel} workers of a group cannot be shared out equally over "
+            f"{1 + len(row.hosts)} hosts; write a multiple"
+        )
     known = [each.name for each in fleet.host]
     for name in row.hosts:
         if name not in known:

@@ -22,16 +22,16 @@ def parse_bytes(text: str) -> int:
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The part of one host in engines that have ranks on several."""
+    """The part of one host in engines, or data parallel groups, that are on several."""
 
     nodes: int
-    """Hosts of each engine."""
+    """Hosts of each engine or group."""
     node: int
-    """This one's number; 0 has the workers."""
+    """This one's number; of an engine, 0 has the worker."""
     address: str
     """Address of node 0."""
     port: int
-    """The hosts of the first engine meet here; those of the next one meet at the next port."""
+    """The hosts of the first engine or group meet here; those of the next one meet at the next port."""
 
 
 class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,7 +75,9 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     data_parallel_decode: int = 0
     """Decode workers of each group; 0: ``data_parallel``."""
     spans: Mapping[Role, Span] = msgspec.field(default_factory=dict)
-    """Roles whose engines have ranks on several hosts; ``gpus_per_worker`` counts those of one host."""
+    """Roles whose engines have ranks on several hosts, of which ``gpus_per_worker`` counts those of one host, and roles
+    whose data parallel groups have workers on several.
+    """
     sleep_after_s: float = 0.0
     """The model goes to sleep if it has no request for this long; 0: never by itself."""
     workers_min: int = 1
@@ -86,7 +88,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     def roles(self) -> list[Role]:
         """Roles of the workers with engines, in start order."""
         groups = {Role.PREFILL: self.prefill, Role.DECODE: self.decode, Role.BOTH: self.both}
-        return [role for role, count in groups.items() for _ in range(count * self.group_of(role))]
+        return [role for role, count in groups.items() for _ in range(count * self.group_here(role))]
 
     def gpus_of(self, role: Role) -> int:
         own = {Role.PREFILL: self.gpus_per_prefill, Role.DECODE: self.gpus_per_decode}
@@ -94,7 +96,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     def hosts_of(self, role: Role) -> int:
         """Hosts of each engine."""
-        return self.spans[role].nodes if role in self.spans else 1
+        return self.spans[role].nodes if role in self.spans and self.group_of(role) == 1 else 1
 
     def stages_of(self, role: Role) -> int:
         own = {Role.PREFILL: self.pipeline_prefill, Role.DECODE: self.pipeline_decode}
@@ -104,6 +106,10 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         """Workers of each data parallel group; 1: there are none."""
         own = {Role.PREFILL: self.data_parallel_prefill, Role.DECODE: self.data_parallel_decode}
         return own.get(role, 0) or self.data_parallel
+
+    def group_here(self, role: Role) -> int:
+        """Those of them on this host."""
+        return self.group_of(role) // (self.spans[role].nodes if self.group_of(role) > 1 and role in self.spans else 1)
 
     @property
     def gpu_counts(self) -> list[int]:

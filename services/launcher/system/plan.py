@@ -205,29 +205,34 @@ def plan_workers(
         workers.plan(index, role, name, next(unused[index]), engines[:number].count((index, role)))
         for number, ((index, role), name) in enumerate(zip(engines, names, strict=False))
     ]
-    plans = list(in_groups(plans, [options.models[index].group_of(role) for index, role in engines]))
+    plans = list(in_groups(plans, [(options.models[index], role) for index, role in engines]))
     # Stores start last: they become ready only when engines are there.
     plans += [workers.plan(index, role, name, STORE) for (index, role), name in zip(stores, names, strict=False)]
     plans += [workers.attached(index, server, name) for (index, server), name in zip(attached, names, strict=True)]
     return plans, notes
 
 
-def in_groups(plans: Sequence[ProcessPlan], sizes: Sequence[int]) -> Iterator[ProcessPlan]:
-    """The workers as ranks of data parallel groups: as many as a group has in a row. ``sizes``: of each one's group."""
+def in_groups(plans: Sequence[ProcessPlan], roles: Sequence[tuple[ModelOptions, Role]]) -> Iterator[ProcessPlan]:
+    """The workers as ranks of data parallel groups: as many as a group has here in a row. ``roles``: of each one, with
+    its model.
+    """
     name, rank = "", 0
-    for plan, size in zip(plans, sizes, strict=True):
+    for plan, (model, role) in zip(plans, roles, strict=True):
+        size, here, span = model.group_of(role), model.group_here(role), model.spans.get(role)
         if size == 1:
             yield plan
             continue
-        name = name if rank else plan.name
+        # On several hosts, the address at which a group meets is the name that all know.
+        name = name if rank else plan.env.get("WORKER_HEAD_ADDRESS", plan.name)
+        number = rank + (span.node * here if span is not None else 0)
         place = {
             "WORKER_DATA_PARALLEL_SIZE": str(size),
-            "WORKER_DATA_PARALLEL_RANK": str(rank),
+            "WORKER_DATA_PARALLEL_RANK": str(number),
             "WORKER_DATA_PARALLEL_GROUP": name,
         }
-        note = ", ".join(filter(None, (plan.note, f"rank {rank} of {name}")))
+        note = ", ".join(filter(None, (plan.note, f"rank {number} of {name}")))
         yield replace(plan, env={**plan.env, **place}, group=name, note=note)
-        rank = (rank + 1) % size
+        rank = (rank + 1) % here
 
 
 @dataclass(frozen=True)
@@ -244,8 +249,9 @@ class WorkerPlans:
         device = in_stages(device, of_model.stages_of(role), of_model.hosts_of(role))
         env = {**settings, "WORKER_WORKER_ID": name, "WORKER_ROLE": role.value, **device.env}
         if span := of_model.spans.get(role):
-            env |= {"WORKER_NODES": str(span.nodes), "WORKER_NODE": str(span.node)}
-            env["WORKER_HEAD_ADDRESS"] = host_port(span.address, span.port + nth)
+            env["WORKER_HEAD_ADDRESS"] = host_port(span.address, span.port + nth // of_model.group_here(role))
+            if of_model.group_of(role) == 1:
+                env |= {"WORKER_NODES": str(span.nodes), "WORKER_NODE": str(span.node)}
         if role is Role.STORE and of_model.host_memory_bytes:
             env["WORKER_STORE_MEMORY_BYTES"] = str(of_model.host_memory_bytes // of_model.store)
         if self.options.own_keys:

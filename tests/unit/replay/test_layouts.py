@@ -175,6 +175,7 @@ LAYOUTS = {
     "different": (Split(3, 2), "TP4xPP2", "TP2"),
     "a group": (Split(2, 1), "TP2", "TP1xDP4"),
     "over hosts": (Split(2, 1, 1), "TP8xPP2", "TP4xPP3"),
+    "a group over hosts": (Split(1, 2, 0), "TP8", "TP2xDP12"),
 }
 
 
@@ -196,7 +197,7 @@ def test_the_file_of_a_fleet_starts_it(of_plan):
                 count = {Role.PREFILL: model.prefill, Role.DECODE: model.decode, Role.BOTH: model.both}[role]
                 assert (model.stages_of(role), model.group_of(role)) == (layout.pipeline, layout.data)
                 assert model.gpus_of(role) * model.hosts_of(role) == layout.tensor * layout.pipeline
-                used += count * model.gpus_of(role) * model.group_of(role)
+                used += count * model.gpus_of(role) * model.group_here(role)
                 if role not in model.spans or not model.spans[role].node:
                     found[role.value] = found.get(role.value, 0) + count
         assert used <= 8

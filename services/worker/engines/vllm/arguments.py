@@ -35,7 +35,7 @@ OWN_EVENT_PUBLISHER = "baton"
 """``connector.scheduler.event_publisher.NAME``, in place of vLLM's."""
 
 
-GROUP_ADDRESS = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 """Where the engines of a data parallel group find each other."""
 NO_MEDIA_HOST = "none; send data: URLs, or ask the operator (BATON_MEDIA_DOMAINS)"
 """Stands for an empty list, which vLLM takes for every host. No host has this name: it contains a colon. vLLM's error
@@ -109,9 +109,14 @@ def _data_parallel(settings: Settings) -> dict[str, str]:
     return {
         "--data-parallel-size": str(settings.data_parallel_size),
         "--data-parallel-rank": str(settings.data_parallel_rank),
-        "--data-parallel-address": GROUP_ADDRESS,
+        "--data-parallel-address": group_address(settings),
         "--data-parallel-rpc-port": str(settings.data_parallel_port),
     }
+
+
+def group_address(settings: Settings) -> str:
+    """Where the engines of a data parallel group find each other."""
+    return settings.meeting[0] if settings.head_address else LOOPBACK
 
 
 def _kv_transfer(settings: Settings, *, on_cpu: bool) -> dict[str, object]:
@@ -161,14 +166,29 @@ def _refuse_data_parallel(parallel: Any, settings: Settings) -> None:
         )
     if ranks[0] == 1:
         return
-    if parallel.data_parallel_master_ip != GROUP_ADDRESS:
-        where = parallel.data_parallel_master_ip
-        why = "but all workers of a data parallel group are on one host"
+    if (where := parallel.data_parallel_master_ip) != (known := group_address(settings)):
+        why = f"but the workers of the data parallel group meet at {known} (WORKER_HEAD_ADDRESS)"
         raise UnsupportedEngine(f"data_parallel_address is {where}, {why}; leave it out.")
     for name, plain in (("data_parallel_backend", "mp"), ("enable_elastic_ep", False)):
         if (value := getattr(parallel, name)) != plain:
             why = "but Baton starts the ranks of a group, and always all of them"
             raise UnsupportedEngine(f"{name} is {value}, {why}; leave it out.")
+
+
+def untested(config: Any) -> list[str]:
+    """What of vLLM's resolved configuration of a data parallel group no test of Baton has run, for the log."""
+    parallel = config.parallel_config
+    if parallel.data_parallel_size == 1:
+        return []
+    found = {
+        "a data parallel group on GPUs": config.device_config.device_type != "cpu",
+        f"{parallel.data_parallel_size} workers in a group": parallel.data_parallel_size > 2,
+        f"whole experts for each worker, exchanging tokens by {parallel.all2all_backend}": (
+            parallel.enable_expert_parallel
+        ),
+        "pipeline stages in a group's worker": parallel.pipeline_parallel_size > 1,
+    }
+    return [what for what, is_so in found.items() if is_so]
 
 
 def _refuse_adapters(config: Any) -> None:

@@ -44,6 +44,7 @@ from services.worker.engines.vllm.arguments import (
     parse_cores,
     prepare_import,
     refuse_unsupported,
+    untested,
 )
 from services.worker.engines.vllm.cache_settings import choose_cache_options, required_dtype, typed_options
 from services.worker.engines.vllm.nodes import Followers
@@ -143,9 +144,9 @@ async def import_engine(launch: Launch) -> None:
 
 
 def _rank_host(settings: Settings) -> str:
-    """Address of this host for the engine's other ranks; empty: vLLM's choice."""
-    if settings.nodes > 1:
-        return settings.kv_address if settings.node else settings.meeting[0]
+    """Address of this host for the ranks of its engine or group; empty: vLLM's choice."""
+    if settings.nodes > 1 or (settings.data_parallel_size > 1 and settings.head_address):
+        return settings.kv_address if settings.node or settings.data_parallel_rank else settings.meeting[0]
     return "127.0.0.1" if settings.connector == "baton" or is_loopback(settings.kv_address) else ""
 
 
@@ -335,6 +336,8 @@ def _configuration(launch: Launch, args: Any, notifications: str) -> tuple[Any, 
         raise EngineRefused(f"vLLM refuses {about}: {refusal_of(error)}") from error
     for text in chosen:
         log.info("for this model: %s", text)
+    for text in untested(config):
+        log.warning("Baton was not tested with %s", text)
     fingerprinted = fingerprint(config)
     configure_connector(
         config,

@@ -33,15 +33,14 @@ from shared.runtime.settings import CommonSettings
 
 log = logging.getLogger("baton.worker")
 
-RETRY_S = 1.0
-
 
 async def follow(service: Service, settings: Settings, common: CommonSettings) -> None:
     """Run this host's ranks until the process is told to stop. Raises EngineRefused when they cannot run, EngineDead
     when the engine has ended.
     """
     try:
-        membership = await unless(service.stopping, _joined(service, settings))
+        service.set_phase(ServicePhase.STARTING, f"waiting for the worker at {settings.head_address}")
+        membership = await unless(service.stopping, join(settings))
         if membership is None:
             return
         service.set_phase(ServicePhase.STARTING, "the worker has come: loading the model")
@@ -53,20 +52,6 @@ async def follow(service: Service, settings: Settings, common: CommonSettings) -
             shutil.rmtree(run_dir, ignore_errors=True)
     finally:
         kill_children()
-
-
-async def _joined(service: Service, settings: Settings) -> Membership:
-    """Wait for the worker and all its hosts."""
-    while True:
-        service.set_phase(ServicePhase.STARTING, f"waiting for the worker at {settings.head_address}")
-        try:
-            answer = await join(settings)
-        except (OSError, TimeoutError, msgspec.MsgspecError) as error:
-            answer = f"nothing listens there: {error or type(error).__name__}"
-        if isinstance(answer, Membership):
-            return answer
-        log.debug("node %d of %d waits for %s: %s", settings.node, settings.nodes, settings.head_address, answer)
-        await asyncio.sleep(RETRY_S)
 
 
 async def _until_dead(

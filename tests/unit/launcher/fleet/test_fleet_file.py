@@ -285,6 +285,36 @@ def test_an_engine_over_several_hosts_has_a_process_on_each():
     }
 
 
+def test_a_group_over_several_hosts_has_workers_on_each_and_whole_experts_where_the_file_says():
+    """Wide expert parallelism: each worker has one GPU here, and the experts are shared out over all of a group."""
+    row = '{ role = "decode", gpus_per_worker = 2, data_parallel = 4, count = 2, hosts = ["three"] }'
+    text = SPANNING.replace('{ role = "decode", gpus_per_worker = 2, pipeline = 2, count = 2, hosts = ["three"] }', row)
+    fleet = read_fleet_file(text.replace('name = "A"', 'name = "A"\nengine_args = "--enable-expert-parallel"'))
+
+    def of_host(name: str) -> dict[str, list[str]]:
+        options = UpOptions(models=part_of(fleet, name).models, host_name=name, state_dir="/s", join=True)
+        machine = msgspec.structs.replace(MACHINE, gpus=tuple(map(str, range(8))))
+        workers, _notes = plan_workers(options, machine, {}, [])
+        keys = ("NODES", "TENSOR_PARALLEL_SIZE", *(f"DATA_PARALLEL_{key}" for key in ("SIZE", "RANK", "GROUP")))
+        assert {each.env["WORKER_ENGINE_ARGS"] for each in workers} == {"--enable-expert-parallel"}
+        assert all(each.env.get("WORKER_HEAD_ADDRESS", each.group) == each.group for each in workers)
+        return {each.name: [each.env.get(f"WORKER_{key}", "") for key in keys] for each in workers}
+
+    first, second = "10.0.0.2:9700", "10.0.0.2:9701"
+    assert of_host("two") == {
+        "two-decode-1": ["", "2", "4", "0", first],
+        "two-decode-2": ["", "2", "4", "1", first],
+        "two-decode-3": ["", "2", "4", "0", second],
+        "two-decode-4": ["", "2", "4", "1", second],
+    }
+    assert of_host("three") == {
+        "three-decode-1": ["", "2", "4", "2", first],
+        "three-decode-2": ["", "2", "4", "3", first],
+        "three-decode-3": ["", "2", "4", "2", second],
+        "three-decode-4": ["", "2", "4", "3", second],
+    }
+
+
 @pytest.mark.parametrize(
     ("before", "after", "why"),
     [
@@ -293,7 +323,7 @@ def test_an_engine_over_several_hosts_has_a_process_on_each():
         ('["three"]', '["three", "three"]', "name each further host once"),
         ('address = "10.0.0.2"\n', "", "the others meet 'two' at its address"),
         ('"10.0.0.2"', '"two.local"', "the others meet 'two' at its address"),
-        ("count = 2", "data_parallel = 2", "hosts: a data parallel group is on one host"),
+        ("count = 2", "data_parallel = 3", "3 workers of a group cannot be shared out equally over 2 hosts"),
         ('role = "decode"', 'role = "store"', "hosts: only engines have ranks on several hosts"),
         (
             'role = "decode", gpus_per_worker = 2, pipeline = 2, count = 2, hosts = ["three"]',

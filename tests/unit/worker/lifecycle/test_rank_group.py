@@ -11,10 +11,12 @@ import msgspec
 import pytest
 import uvloop
 
-from services.worker.engines.port import EngineDead
+from services.worker.engines.port import EngineDead, EngineRefused
 from services.worker.lifecycle.drain import DrainPlan
-from services.worker.lifecycle.rank_group import Place, RankGroup, join
+from services.worker.lifecycle.rank_group import RankGroup, join, place_of
+from services.worker.meeting import Hello, Place
 from services.worker.service import Ending
+from services.worker.settings import Settings
 from services.worker.tiny_model import ensure_tiny_tokenizer
 from shared.contracts.channels import DRAIN, DRAINED, SLEEP
 from shared.contracts.fleet_orders import DrainWorker, SleepWorker, WorkerDrained
@@ -23,6 +25,7 @@ from shared.contracts.load import EngineSpeed
 from shared.contracts.workers import Role, WorkerPhase
 from shared.engine_speed.learner import combined
 from shared.engine_speed.steps import DEFAULT_STEP_TIMES
+from tests.support.nats_server import free_port
 from tests.unit.worker.simulated_workers import SOON_S_MAX, Workers, workers_on_one_bus
 
 DEFAULT = EngineSpeed(
@@ -32,27 +35,39 @@ IDS = [WorkerId(f"rank-{rank}") for rank in range(3)]
 PLAN = DrainPlan(s_max=5.0, evacuate=True, ordered=True)
 
 
-def place(tmp_path: Path, rank: int, size: int = 3) -> Place:
-    return Place(name="g", scope=str(tmp_path), rank=rank, size=size, port=7000 + rank)
+def settings_of(rank: int, size: int = 3, **changes: object) -> Settings:
+    own = {"data_parallel_size": size, "data_parallel_rank": rank, "data_parallel_group": "g", **changes}
+    return Settings(worker_id=f"rank-{rank}", **own)
+
+
+def place(tmp_path: Path, rank: int, size: int = 3, **changes: object) -> Place:
+    return place_of(settings_of(rank, size, **changes), str(tmp_path))
 
 
 def nothing(_detail: str) -> None:
     pass
 
 
-async def group_of(tmp_path: Path, ranks: range = range(3)) -> list[RankGroup]:
+async def group_of(tmp_path: Path, **changes: object) -> list[RankGroup]:
     async with asyncio.timeout(SOON_S_MAX):
-        return list(await asyncio.gather(*(join(place(tmp_path, rank), nothing) for rank in ranks)))
+        ranks = (join(place(tmp_path, rank, **changes), 7000 + rank, nothing) for rank in range(3))
+        return list(await asyncio.gather(*ranks))
+
+
+@pytest.fixture(params=["one host", "several hosts"])
+def where(request: pytest.FixtureRequest) -> dict[str, object]:
+    """Settings for the group's connection."""
+    return {} if request.param == "one host" else {"head_address": f"127.0.0.1:{free_port()}"}
 
 
 async def test_all_learn_where_the_engines_find_each_other(tmp_path: Path):
     said: list[str] = []
-    first = asyncio.create_task(join(place(tmp_path, 0), said.append))
-    second = asyncio.create_task(join(place(tmp_path, 1), nothing))
+    first = asyncio.create_task(join(place(tmp_path, 0), 7000, said.append))
+    second = asyncio.create_task(join(place(tmp_path, 1), 0, nothing))
     async with asyncio.timeout(SOON_S_MAX):
-        while not any("2 of 3 workers are here" in each for each in said):
+        while not any("2 of 3 here" in each for each in said):
             await asyncio.sleep(0)
-        third = await join(place(tmp_path, 2), nothing)
+        third = await join(place(tmp_path, 2), 0, nothing)
         groups = [await first, await second, third]
 
     assert [group.port for group in groups] == [7000, 7000, 7000]
@@ -61,23 +76,25 @@ async def test_all_learn_where_the_engines_find_each_other(tmp_path: Path):
 
 
 @pytest.mark.parametrize("ended", [0, 2])
-async def test_all_learn_that_one_has_ended(tmp_path: Path, ended: int):
-    groups = await group_of(tmp_path)
+async def test_all_learn_that_one_has_ended(tmp_path: Path, ended: int, where: dict[str, object]):
+    groups = await group_of(tmp_path, **where)
 
     groups[ended].close()
 
     async with asyncio.timeout(SOON_S_MAX):
         if ended == 0:
             reasons = [await groups[1].lost, await groups[2].lost]
-            assert set(reasons) == {"rank 0 of its data parallel group g has ended"}
+            assert set(reasons) == {"rank 0 of the data parallel group g has ended or cannot be reached"}
         else:
-            assert await groups[0].lost == "rank 2 of its data parallel group g has ended"
+            assert await groups[0].lost == "rank 2 of the data parallel group g has ended or cannot be reached"
             groups[0].close()  # As its worker does then.
             await groups[1].lost
 
 
-async def test_a_drain_of_one_is_a_drain_of_all_and_none_ends_before_the_others_have_drained(tmp_path: Path):
-    groups = await group_of(tmp_path)
+async def test_a_drain_of_one_is_a_drain_of_all_and_none_ends_before_the_others_have_drained(
+    tmp_path: Path, where: dict[str, object]
+):
+    groups = await group_of(tmp_path, **where)
     groups[1].begin_drain(PLAN)
     async with asyncio.timeout(SOON_S_MAX):
         assert [await groups[0].drain_wanted, await groups[2].drain_wanted] == [PLAN, PLAN]
@@ -95,17 +112,27 @@ async def test_a_drain_of_one_is_a_drain_of_all_and_none_ends_before_the_others_
 
 
 async def test_who_is_no_other_rank_of_the_group_is_sent_away(tmp_path: Path):
-    first = asyncio.create_task(join(place(tmp_path, 0, size=2), nothing))
+    of_rank_1 = place(tmp_path, 1, size=2)
+    first = asyncio.create_task(join(place(tmp_path, 0, size=2), 7000, nothing))
+    wrong = [(Hello(0, of_rank_1.settings), b"there is no rank 0"), (Hello(1, {}), b'"is_final":false')]
     async with asyncio.timeout(SOON_S_MAX):
-        for wrong in (b'{"kind":"here","rank":0,"size":2}\n', b'{"kind":"here","rank":1,"size":3}\n', b"GET /\n"):
-            reader, writer = await connected(place(tmp_path, 1).address)
-            writer.write(wrong)
-            assert await reader.read() == b""
+        for said, answer in [*((msgspec.json.encode(one), answer) for one, answer in wrong), (b"GET /", b"")]:
+            reader, writer = await connected(of_rank_1.address)
+            writer.write(said + b"\n")
+            assert answer in await reader.read()
             writer.close()
         assert not first.done()
-        second = await join(place(tmp_path, 1, size=2), nothing)
+        second = await join(of_rank_1, 0, nothing)
         (await first).close()
         second.close()
+
+
+async def test_a_worker_with_other_settings_is_refused_for_good(tmp_path: Path):
+    first = asyncio.create_task(join(place(tmp_path, 0, size=2), 7000, nothing))
+    async with asyncio.timeout(SOON_S_MAX):
+        with pytest.raises(EngineRefused, match="WORKER_ENGINE_ARGS, WORKER_REVISION: all parts of the data parallel"):
+            await join(place(tmp_path, 1, size=2, revision="other", engine_args="--seed 1"), 0, nothing)
+    first.cancel()
 
 
 async def connected(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -117,12 +144,12 @@ async def connected(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamW
 
 
 async def test_a_worker_that_ended_before_the_others_came_may_come_again(tmp_path: Path):
-    first = asyncio.create_task(join(place(tmp_path, 0, size=2), nothing))
+    first = asyncio.create_task(join(place(tmp_path, 0, size=2), 7000, nothing))
     async with asyncio.timeout(SOON_S_MAX):
         _reader, writer = await connected(place(tmp_path, 1).address)
-        writer.write(b'{"kind":"here","rank":1,"size":2}\n')
+        writer.write(msgspec.json.encode(Hello(1, place(tmp_path, 1, size=2).settings)) + b"\n")
         writer.transport.abort()
-        second = await join(place(tmp_path, 1, size=2), nothing)
+        second = await join(place(tmp_path, 1, size=2), 0, nothing)
         (await first).close()
         second.close()
 
@@ -146,9 +173,9 @@ def learned(prefill_token_s: float) -> EngineSpeed:
     return msgspec.structs.replace(DEFAULT, prefill_token_s=prefill_token_s)
 
 
-async def test_all_publish_the_speed_that_they_have_learned_together(tmp_path: Path):
+async def test_all_publish_the_speed_that_they_have_learned_together(tmp_path: Path, where: dict[str, object]):
     """One that has learned nothing publishes it as well."""
-    groups = await group_of(tmp_path, range(3))
+    groups = await group_of(tmp_path, **where)
     assert groups[2].speed(None) is None
     assert groups[1].speed(learned(1e-4)) == learned(1e-4)
     together = combined([learned(1e-4), learned(4e-4)])
@@ -237,4 +264,4 @@ async def test_a_worker_of_a_group_does_not_sleep(workers: Workers, tmp_path: Pa
 
 async def test_a_group_that_stays_incomplete_ends_with_what_to_do(tmp_path: Path):
     with pytest.raises(EngineDead, match="start 3 workers with its name, the ranks 0 to 2"):
-        await join(place(tmp_path, 1), nothing, s_max=0.1)
+        await join(place(tmp_path, 1), 0, nothing, s_max=0.1)

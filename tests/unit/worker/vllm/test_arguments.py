@@ -26,6 +26,7 @@ from services.worker.engines.vllm.arguments import (
     import_defaults,
     parse_cores,
     refuse_unsupported,
+    untested,
 )
 from services.worker.settings import Settings
 from shared.contracts.ids import Epoch, WorkerId
@@ -115,7 +116,9 @@ def parallel(**differs: Any) -> SimpleNamespace:
         "data_parallel_backend": "mp",
         "enable_elastic_ep": False,
         "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
         "enable_expert_parallel": False,
+        "all2all_backend": "allgather_reducescatter",
     }
     return SimpleNamespace(**{**plain, **differs})
 
@@ -218,7 +221,7 @@ def test_a_rank_of_a_group_has_a_front_end_of_its_own():
     [
         ({"data_parallel_index": 0}, "by vLLM's own arguments"),
         ({"data_parallel_external_lb": False}, "internal and hybrid load balancer"),
-        ({"data_parallel_master_ip": "10.0.0.7"}, r"data_parallel_address is 10\.0\.0\.7, .* on one host"),
+        ({"data_parallel_master_ip": "10.0.0.7"}, r"data_parallel_address is 10\.0\.0\.7, .* at 127"),
         ({"data_parallel_backend": "ray"}, "data_parallel_backend is ray"),
         ({"enable_elastic_ep": True}, "enable_elastic_ep is True"),
     ],
@@ -229,6 +232,49 @@ def test_what_a_group_cannot_have_is_refused_by_name(differs: dict[str, Any], wh
 
     with pytest.raises(UnsupportedEngine, match=why):
         refuse_unsupported(config, SECOND_OF_TWO)
+
+
+def test_a_wide_group_gets_its_arguments_and_the_log_says_what_is_untested():
+    """Sixteen workers, each with whole experts, whose tokens DeepEP's kernels exchange."""
+    deep = "--enable-expert-parallel --all2all-backend deepep_low_latency"
+    wide = msgspec.structs.replace(
+        SECOND_OF_TWO, data_parallel_size=16, data_parallel_rank=9, head_address="10.0.0.7:9700", engine_args=deep
+    )
+    typed = arguments(wide, "m", on_cpu=False, events=("", ""), otlp_endpoint="")
+    config = resolved(Settings(connector="upstream"), async_scheduling=False)
+    config.device_config = SimpleNamespace(device_type="cuda")
+    config.parallel_config = parallel(
+        data_parallel_size=16,
+        data_parallel_index=9,
+        data_parallel_external_lb=True,
+        data_parallel_master_ip="10.0.0.7",
+        enable_expert_parallel=True,
+        all2all_backend="deepep_low_latency",
+    )
+
+    assert typed[-3:] == deep.split()
+    assert dict(pairwise(typed))["--data-parallel-rank"] == "9"
+    refuse_unsupported(config, wide)
+    assert untested(config) == [
+        "a data parallel group on GPUs",
+        "16 workers in a group",
+        "whole experts for each worker, exchanging tokens by deepep_low_latency",
+    ]
+    config.parallel_config = parallel()
+    assert untested(config) == []
+
+
+def test_the_engines_of_a_group_over_several_hosts_find_each_other_at_rank_0():
+    over_hosts = msgspec.structs.replace(SECOND_OF_TWO, head_address="10.0.0.7:9700")
+    chosen = dict(pairwise(arguments(over_hosts, "m", on_cpu=False, events=("", ""), otlp_endpoint="")))
+    config = resolved(Settings(connector="upstream"), async_scheduling=False)
+    config.parallel_config = parallel(**RANK_1, data_parallel_master_ip="10.0.0.7")
+
+    assert chosen["--data-parallel-address"] == "10.0.0.7"
+    assert "--nnodes" not in chosen
+    refuse_unsupported(config, over_hosts)
+    with pytest.raises(ValueError, match="WORKER_HEAD_ADDRESS: 'there' is no address and port"):
+        msgspec.structs.replace(SECOND_OF_TWO, head_address="there")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 from services.worker.engines.port import EngineDead, EngineRefused
-from services.worker.engines.vllm.nodes import Followers, Hello, Membership, join, shared_settings
+from services.worker.engines.vllm.nodes import Followers, Membership, join
+from services.worker.meeting import Hello, shared_settings
 from services.worker.settings import Settings
 from shared.contracts.ids import Epoch
 from shared.contracts.workers import Role
@@ -36,14 +37,9 @@ def of_node(head: Settings, node: int, **changes: object) -> Settings:
     return msgspec.structs.replace(head, node=node, **own)
 
 
-async def joined(settings: Settings) -> Membership | str:
-    """As the process of a host does it: until the worker listens."""
+async def joined(settings: Settings) -> Membership:
     async with asyncio.timeout(SOON_S_MAX):
-        while True:
-            try:
-                return await join(settings)
-            except OSError:
-                await asyncio.sleep(0)
+        return await join(settings)
 
 
 @asynccontextmanager
@@ -52,8 +48,7 @@ async def all_there(head: Settings) -> AsyncIterator[tuple[Followers, list[Membe
     async with asyncio.timeout(SOON_S_MAX):
         followers = await Followers.gather(head, EPOCH, PORT, lambda _detail: None)
         memberships = await asyncio.gather(*coming)
-    assert all(isinstance(one, Membership) for one in memberships)
-    yield followers, [one for one in memberships if isinstance(one, Membership)]
+    yield followers, list(memberships)
     for one in memberships:
         one.close()
     await followers.close()
@@ -105,30 +100,48 @@ async def test_a_host_learns_that_the_worker_has_ended(head: Settings):
 async def test_a_host_with_other_settings_is_refused_for_good(head: Settings):
     gathering = asyncio.create_task(Followers.gather(head, EPOCH, PORT, lambda _detail: None))
 
-    with pytest.raises(EngineRefused, match="WORKER_REVISION: all hosts of an engine need the same, but node 1 has"):
+    with pytest.raises(
+        EngineRefused, match=r"WORKER_REVISION: all parts of the engine at .* need the same, but node 1 has"
+    ):
         await joined(of_node(head, 1, revision="other"))
     gathering.cancel()
 
 
-async def test_a_host_that_is_there_already_may_try_again(head: Settings):
-    async with all_there(head):
-        assert "is here already" in str(await joined(of_node(head, 1)))
+async def test_a_host_that_is_there_is_not_replaced_until_it_has_ended(head: Settings):
+    gathering = asyncio.create_task(Followers.gather(head, EPOCH, PORT, lambda _detail: None))
+    async with asyncio.timeout(SOON_S_MAX):
+        _reader, first = await connected(head)
+        first.write(hello(head, 2))
+        again, _writer = await connected(head)
+        _writer.write(hello(head, 2))
+        assert b"is here already" in await again.read()
+        first.close()
+        memberships = await asyncio.gather(joined(of_node(head, 2)), joined(of_node(head, 1)))
+        followers = await gathering
+    assert not followers.lost.done()
+    for one in memberships:
+        one.close()
+    await followers.close()
+
+
+def hello(head: Settings, number: int) -> bytes:
+    return msgspec.json.encode(Hello(number, shared_settings(head))) + b"\n"
+
+
+async def connected(head: Settings) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    while True:
+        try:
+            return await asyncio.open_connection(*head.meeting)
+        except OSError:
+            await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize(("said", "answer"), [(b'{"node": "one"}\n', b""), (b"x" * 100_000, b""), (None, b"no node 3")])
 async def test_whoever_says_nothing_right_is_disconnected(head: Settings, said: bytes | None, answer: bytes):
-    said = said or msgspec.json.encode(Hello(3, shared_settings(head))) + b"\n"
     gathering = asyncio.create_task(Followers.gather(head, EPOCH, PORT, lambda _detail: None))
-    host, port = head.meeting
     async with asyncio.timeout(SOON_S_MAX):
-        while True:
-            try:
-                reader, writer = await asyncio.open_connection(host, port)
-                break
-            except OSError:
-                await asyncio.sleep(0)
-        writer.write(said)
-
+        reader, writer = await connected(head)
+        writer.write(said or hello(head, 3))
         assert answer in await reader.read()
     writer.close()
     gathering.cancel()
@@ -142,7 +155,7 @@ async def test_whoever_says_nothing_right_is_disconnected(head: Settings, said: 
         ({"head_address": "10.0.0.1"}, "WORKER_HEAD_ADDRESS"),
         ({"node": 3}, "WORKER_NODE: the hosts of the engine are 0 to 2"),
         ({"tensor_parallel_size": 4}, "4 ranks .* cannot be shared out equally over 3 hosts"),
-        ({"data_parallel_size": 2, "data_parallel_group": "g"}, "WORKER_NODES: a data parallel group is on one host"),
+        ({"data_parallel_size": 2, "data_parallel_group": "g"}, "WORKER_NODES: each worker of a data parallel group"),
         ({"connector": "upstream"}, "WORKER_NODES: only a vLLM engine with Baton's KV exchange"),
         ({"engine": "simulated"}, "WORKER_NODES"),
         ({"role": Role.STORE}, "WORKER_NODES"),
