@@ -186,7 +186,7 @@ def untested(config: Any) -> list[str]:
         f"whole experts for each worker, exchanging tokens by {parallel.all2all_backend}": (
             parallel.enable_expert_parallel
         ),
-        "pipeline stages in a group's worker": parallel.pipeline_parallel_size > 1,
+        "several ranks in a worker of a group": parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1,
     }
     return [what for what, is_so in found.items() if is_so]
 
