@@ -41,8 +41,9 @@ RANKS = {"prefill-rank": PREFILL, "decode-rank": DECODE}
 """Instead of a family: the worker of an engine with experts that is rank 1 of a data parallel group of two."""
 HOSTS = "two-hosts"
 """Instead of a family: the decode engine has a pipeline stage on a second host, whose clock is a day ahead."""
-KINDS = ("llama", "granite-4", "deepseek-v2", STAGES, *DRAFTS, *RANKS, HOSTS)
-"""Beside the windows of Gemma 3: layers that are all alike, states, MLA, and the rest."""
+PLAIN = ("llama", "granite-4", "deepseek-v2", STAGES)
+"""Beside the windows of Gemma 3: layers that are all alike, states, MLA, and stages."""
+KINDS = (*PLAIN, *DRAFTS, *RANKS, HOSTS)
 LEASE_S = 6.0
 EXPIRED_S_MAX = LEASE_S + 30.0
 CHUNK_TOKENS = 256
@@ -259,7 +260,7 @@ async def driver_of(pair: Pair) -> AsyncIterator[Driver]:
         yield driver
 
 
-def pair_of(*families: str) -> Callable[..., Iterator[Pair]]:
+def pair_of(*families: Any) -> Callable[..., Iterator[Pair]]:
     """The fixture of a test file: its tests run with a pair for each of these (see ``family_model``)."""
 
     @pytest.fixture(scope="module", params=families)
