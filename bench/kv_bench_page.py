@@ -8,7 +8,8 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -17,6 +18,7 @@ from statistics import median
 
 MARK = "<!-- {} -->"
 CONFIDENCE = 0.95
+COLUMNS = 120
 
 
 def table(head: str, rows: list[list[object]]) -> list[str]:
@@ -81,9 +83,23 @@ def measuring() -> Iterator[Measured]:
 def page(head: list[str], parts: dict[str, Measured], order: Sequence[str], old: str) -> str:
     """The page: new measurements and the existing other parts."""
     kept = parts_of(old)
-    texts = {name: "\n".join(["", f"*{one.said}*", "", *one.lines]) for name, one in parts.items()}
+    texts = {name: "\n".join(wrapped(["", f"*{one.said}*", "", *one.lines])) for name, one in parts.items()}
     texts = {**kept, **texts}
     return "\n".join([*head, "", *(MARK.format(name) + texts[name] for name in order if name in texts)])
+
+
+def wrapped(lines: Iterable[str]) -> Iterator[str]:
+    """The lines of a page, in which prose breaks at ``COLUMNS``."""
+    in_code = False
+    for line in (line for text in lines for line in text.split("\n")):
+        in_code ^= line.startswith("```")
+        indent = "  " if line.startswith(("* ", "- ")) else ""
+        keeps = in_code or len(line) <= COLUMNS or line.startswith(("|", "!", "#"))
+        yield from (
+            [line]
+            if keeps
+            else textwrap.wrap(line, COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        )
 
 
 def parts_of(text: str) -> dict[str, str]:

@@ -11,7 +11,6 @@ import argparse
 import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from statistics import median
 import httpx
 import msgspec
 
-from bench.kv_bench_page import commit, measuring
+from bench.kv_bench_page import commit, measuring, wrapped
 from bench.peer_checks import RunFailed
 from bench.peer_routers import PEERS
 from bench.seeds.engines import Engines, engines
@@ -176,18 +175,6 @@ def measure(on: Engines, size: Size, rounds: int, s_max: float) -> Bench:
     return bench
 
 
-def wrapped(page: str) -> Iterator[str]:
-    """The lines of a page, in which prose breaks at 120 columns."""
-    for line in page.split("\n"):
-        indent = "  " if line.startswith("* ") else ""
-        keeps = not line or line.startswith(("|", "!", "#"))
-        yield from (
-            [line]
-            if keeps
-            else textwrap.wrap(line, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-        )
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="bench.serving", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one round of short loads, 5 minutes; not precise")
@@ -213,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     said = f"{short}{measured.said} Commit {commit()}; {(time.monotonic() - begun_at) / 60:.0f} minutes."
     out.parent.mkdir(parents=True, exist_ok=True)
     pictures = draw(bench.runs, bench.loads, out)
-    page = "\n".join(lines(bench.runs, bench.loads, bench.idle, bench.limits, on.said, said, pictures))
+    page = lines(bench.runs, bench.loads, bench.idle, bench.limits, on.said, said, pictures)
     out.write_text("\n".join(wrapped(page)))
     print(out.read_text())
 
