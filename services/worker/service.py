@@ -120,21 +120,20 @@ async def run_worker(
         if engine is None:
             saved_role.forget()
             return Ending.STOPPED
+        close_s_max = ENGINE_CLOSE_S_MAX
         try:
             await load_at_start(engine.adapters, settings.lora_adapters, settings.lora_dir)
             forget_refusal(common.state_dir, settings.worker_id)
             await registration.update(msgspec.structs.replace(registration.record, listens=await find_addresses()))
             suspects = Suspects(common.state_dir, settings.worker_id, service.clock)
             plan = await Worker(service, settings, engine, registration, saved_role, suspects, late, group=group).run()
+        except EngineDead:
+            close_s_max = 0.0  # What is left of it may wait for a rank that is gone, and would not end by itself.
+            raise
         finally:
             if group is not None:
                 group.close()
-            is_lost = group is not None and group.lost.done()
-            if not is_lost:
-                # It reports no load from here on: one that is still registered while its engine ends would look lost.
-                await registration.remove()
-            # An engine that waits for a rank that is gone does not end by itself.
-            await engine.close(0.0 if is_lost else ENGINE_CLOSE_S_MAX)
+            await engine.close(close_s_max)
         if service.stopping.is_set() or not (plan.ordered or plan.sleeps):
             return Ending.STOPPED
         return Ending.ASLEEP if plan.sleeps else Ending.DRAINED
@@ -270,6 +269,8 @@ class Worker:
             await self._until(self._drain.run(plan))
             if group is not None:
                 await self._until(group.end_drain(plan))
+            # It reports no load from here on: one that is still registered while its engine ends would look lost.
+            await self._status.gone()
             return plan
         except EngineDead as dead:
             await self._die(str(dead))

@@ -199,6 +199,10 @@ class WorkerStatus:
             self._saved_role.forget()
         await self.enter(WorkerPhase.DRAINING)
 
+    async def gone(self) -> None:
+        """The worker has nothing left to do but to end its engine."""
+        await self._registration.remove()
+
     async def away(self, fault: str) -> None:
         """Its engine cannot serve now. Running legs go on."""
         await self.enter(WorkerPhase.PROBING, fault)
