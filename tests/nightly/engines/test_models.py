@@ -37,6 +37,7 @@ from tests.engines.kv_pair import (
     start_two_that_do_not_fit,
     tokens_of,
 )
+from tests.support.drafters import Drafting
 from tests.support.kv_driver import ALONE, MODEL, Driver, driving, transfer_report_of
 from tests.support.kv_tap import Tap
 from tests.support.lora_files import make_adapter
@@ -78,10 +79,17 @@ class ModelCase:
     """If the row is not named after it."""
     stages: int = 1
     """Pipeline stages of the prefill engine; the decode engine has one."""
+    ranks: int = 1
+    """Workers of the data parallel group that hands over; the decode worker is in none."""
+    drafts: str = ""
+    """How both engines draft."""
 
-    def model(self, row: str, folder: Path) -> Path:
-        """A tiny model for the row of that name, made below ``folder``."""
-        return make_model(self.family or row, folder)
+    def made(self, row: str, folder: Path) -> tuple[Path, str]:
+        """A tiny model for the row of that name, made below ``folder``, and what its engines need beside it."""
+        if self.drafts:
+            drafting = Drafting.by(self.drafts, folder)
+            return drafting.model, drafting.engine_args
+        return make_model(self.family or row, folder), ""
 
 
 WINDOW_CONTROL = (KvGroupKind.WINDOW, (left_out,))
@@ -115,6 +123,14 @@ CASES = {
         family="gemma-3",
         stages=2,
     ),
+    "llama-draft": ModelCase("all layers alike; with those of a draft model", family="llama", drafts="draft"),
+    "llama-ngram": ModelCase("all layers alike; drafts from the text before", family="llama", drafts="ngram"),
+    "qwen3-moe-ranks": ModelCase(
+        "as qwen3-moe; a rank of a data parallel group of two hands over to an engine of its own",
+        no_lora=NO_TRITON,
+        family="qwen3-moe",
+        ranks=2,
+    ),
     "gemma-4": ModelCase("5 of 6 layers with a window; two block lengths", controls=(WINDOW_CONTROL,)),
     "gpt-oss": ModelCase("2 of 4 layers with a window; sinks", no_lora=NO_TRITON, controls=(WINDOW_CONTROL,)),
     "llama-4": ModelCase("3 of 4 layers in chunks", no_lora=NO_TRITON),
@@ -133,18 +149,19 @@ CASES = {
 
 @contextmanager
 def pair(
-    folder: Path, model: Path, engine_args: str = "", decode_args: str = "", *, stages: int = 1, **more: str
+    folder: Path, case: ModelCase, model: Path, engine_args: str = "", decode_args: str = "", **more: str
 ) -> Iterator[tuple[str, list[WorkerProcess]]]:
-    """NATS and a prefill and a decode worker; ``more``: of their settings."""
+    """NATS and a prefill and a decode worker, between them what belongs to the first; ``more``: of their settings."""
     with NatsServer(folder, has_buckets=True) as nats:
         settings = {"model": str(model), "served_model_name": MODEL, "max_model_len": str(LEN_MAX), **more}
-        cores = {"cpu_cores": ",".join(map(str, range(stages))), "pipeline_parallel_size": str(stages)}
+        cores = {"cpu_cores": ",".join(map(str, range(case.stages))), "pipeline_parallel_size": str(case.stages)}
         prefill = {"role": "prefill", "engine_args": engine_args, **cores}
         decode = {"role": "decode", "cpu_cores": "1", "engine_args": f"{engine_args} {decode_args}"}
-        workers = [
-            start_worker(nats.url, PREFILL, folder, **prefill, **settings),
-            start_worker(nats.url, DECODE, folder, **decode, **settings),
-        ]
+        workers = [start_worker(nats.url, DECODE, folder, **decode, **settings)]
+        group = {"data_parallel_size": str(case.ranks), "data_parallel_group": str(folder)} if case.ranks > 1 else {}
+        for rank in reversed(range(case.ranks)):
+            name, place = (f"{PREFILL}-{rank}", {"data_parallel_rank": str(rank)}) if rank else (PREFILL, {})
+            workers.insert(0, start_worker(nats.url, name, folder, **prefill, **settings, **group, **place))
         try:
             asyncio.run(wait_ready(nats.url, workers))
             yield nats.url, workers
@@ -163,7 +180,7 @@ async def driver_on(url: str) -> AsyncIterator[Driver]:
 @pytest.mark.parametrize("family", CASES)
 def test_a_family_answers_the_same_after_a_handoff(family: str, tmp_path: Path):
     case = CASES[family]
-    with pair(tmp_path, case.model(family, tmp_path), stages=case.stages) as (url, workers):
+    with pair(tmp_path, case, *case.made(family, tmp_path)) as (url, workers):
         hashing = hashing_of(workers)
         asyncio.run(prove_handoff(url, hashing, case))
         asyncio.run(prove_resume(url, hashing, case))
@@ -178,8 +195,8 @@ def test_a_preempted_request_answers_the_same(family: str, tmp_path: Path):
     case = CASES[family]
     memory = decode_memory(FAMILIES[case.family or family])
     if not case.no_preemption:
-        with pair(tmp_path, case.model(family, tmp_path), decode_args=memory, stages=case.stages) as (url, workers):
-            asyncio.run(prove_preemption(url, workers[1], refetches=not case.no_lookup))
+        with pair(tmp_path, case, *case.made(family, tmp_path), memory) as (url, workers):
+            asyncio.run(prove_preemption(url, workers[-1], refetches=not case.no_lookup))
     check_page(family, {"Preemption": case.no_preemption or YES})
 
 
@@ -187,9 +204,10 @@ def test_a_preempted_request_answers_the_same(family: str, tmp_path: Path):
 def test_a_prompt_of_an_adapter_is_handed_over(family: str, tmp_path: Path):
     case = CASES[family]
     if not case.no_lora:
-        model = case.model(family, tmp_path)
+        model, engine_args = case.made(family, tmp_path)
         made = make_adapter(model, tmp_path / ADAPTER, seed=1)
-        with pair(tmp_path, model, LORA_ARGS, stages=case.stages, lora_adapters=f"{ADAPTER}={made}") as (url, workers):
+        arguments = f"{engine_args} {LORA_ARGS}"
+        with pair(tmp_path, case, model, arguments, lora_adapters=f"{ADAPTER}={made}") as (url, workers):
             asyncio.run(prove_adapter(url, hashing_of(workers), no_lookup=bool(case.no_lookup)))
     check_page(family, {"LoRA": case.no_lora or YES})
 
@@ -199,7 +217,8 @@ def test_kv_in_fp8_is_handed_over(family: str, tmp_path: Path):
     case = CASES[family]
     cell = case.no_fp8 or (YES if can_fp8() else NOT_HERE)
     if cell == YES:
-        with pair(tmp_path, case.model(family, tmp_path), "--kv-cache-dtype fp8", stages=case.stages) as (url, workers):
+        model, engine_args = case.made(family, tmp_path)
+        with pair(tmp_path, case, model, f"{engine_args} --kv-cache-dtype fp8") as (url, workers):
             asyncio.run(prove_handoff(url, hashing_of(workers), case))
     check_page(family, {"fp8 KV": cell})
 
@@ -211,7 +230,7 @@ def can_fp8() -> bool:
 
 def hashing_of(workers: list[WorkerProcess]) -> HashScheme:
     first, *others = [worker.record.hashing for worker in workers if worker.record is not None]
-    assert others == [first]
+    assert others == [first] * len(others)
     return first
 
 
