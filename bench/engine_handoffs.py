@@ -268,12 +268,12 @@ def lines(costs: Sequence[str], rates: Sequence[str], taken: Mapping[tuple[str, 
             [more_row(load, taken[load, BATON], way, taken[load, way]) for load in costs for way in ways[:2]],
         ),
         f"Latency of 100 tokens and answers of {LATENCY_TOKENS}, Poisson arrivals; the second token needs the KV. Two cores do not",
-        "serve 200 requests/s:",
+        "serve 200 requests/s. Baton's differences are those of the same round:",
         "",
         *table(
-            f"requests/s | {' | '.join(f'{way} p50 / p99 ms' for way in ways)} | "
-            + " | ".join(f"Baton adds to {way}, {part} ms" for way in ways[:2] for part in ("p50", "p99"))
-            + " | handoffs of Baton",
+            f"requests/s | {' | '.join(f'{way}, ms p50 / p99' for way in ways)} | "
+            + " | ".join(f"over {way}, {part}" for way in ways[:2] for part in ("p50", "p99"))
+            + " | handoffs",
             [latency_row(rate, {way: taken[rate, way] for way in ways}) for rate in rates],
         ),
     ]
