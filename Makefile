@@ -8,7 +8,10 @@ MAKEFLAGS += --no-print-directory
 # Which engine to install: cpu, cuda, cuda-0.33 (the next release of vLLM), or none (simulated engines only). Empty: cuda
 # where nvidia-smi lists a GPU, else cpu.
 BATON_ENGINE ?=
-export BATON_ENGINE BATON_PYTHON
+CHOSEN = BATON_ENGINE='$(BATON_ENGINE)' BATON_PYTHON='$(BATON_PYTHON)'
+SETUP = $(CHOSEN) scripts/setup.sh
+# Services refuse variables that they do not know.
+unexport BATON_ENGINE BATON_PYTHON
 # Each test starts processes; without compiled modules each of them compiles anew.
 unexport PYTHONDONTWRITEBYTECODE
 # Passed on to `baton up`, and to pytest.
@@ -28,13 +31,13 @@ help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  \033[1m%-14s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## Make .venv from the locked requirements (the other targets do it when needed)
-	@scripts/setup.sh
+	@$(SETUP)
 
 setup-dev:
-	@scripts/setup.sh --dev
+	@$(SETUP) --dev
 
 setup-check: # An edited request path of the router runs as Python, which takes no minute to compile.
-	@scripts/setup.sh --dev --as-is
+	@$(SETUP) --dev --as-is
 
 test-tools: # A browser and Prometheus, where they can be installed
 	@scripts/test_tools.sh
@@ -52,11 +55,11 @@ doctor: setup ## Look at the installation and at the system that runs, and say w
 	@.venv/bin/baton doctor $(ARGS)
 
 test: ## All tests that need no GPU; twelve minutes on two cores; K="a word in the test's name" selects some
-	@$(MAKE) -j 2 setup-dev test-tools
+	@$(MAKE) -j 2 setup-dev test-tools $(CHOSEN)
 	@$(PYTEST) -p no:schemathesis $(ARGS)
 
 nightly: ## What takes longer: chaos, fuzzing, browser, Prometheus, upgrades, containers, benchmarks, many more examples
-	@$(MAKE) -j 2 setup-dev test-tools
+	@$(MAKE) -j 2 setup-dev test-tools $(CHOSEN)
 	@$(MAKE) llama-server
 	@TEST_PROFILE=nightly $(PYTEST) --timeout 3600 tests/nightly tests/properties tests/contracts tests/scenarios $(ARGS)
 
