@@ -1,6 +1,6 @@
 """Costs and savings of the KV exchange on real engines: ``python -m bench.bench_kv [--quick] [--only handoff,...]``.
 
-Each part starts its own engines: handoffs and the same with vLLM's own connector, batches with lost blocks, conversations and leases, decoding beside long prompts. Writes those parts of docs/benchmarks/kv.md.
+Each part starts its own engines: handoffs and the same with vLLM's own connector, batches with lost blocks, conversations and leases, decoding beside long prompts, handoffs between hosts. Writes those parts of docs/benchmarks/kv.md.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from bench import bench_kv_bus as distant
 from bench import bench_kv_busy as busy
 from bench import bench_kv_handoff as handoffs
 from bench import bench_kv_losses as losses
@@ -51,6 +52,8 @@ class Size:
     leases: int
     batches: int
     """Of each kind, with lost blocks."""
+    distant: int
+    """Handoffs for each delay of the bus."""
 
 
 WHOLE = Size(
@@ -62,6 +65,7 @@ WHOLE = Size(
     seconds=20.0,
     leases=300,
     batches=7,
+    distant=20,
 )
 QUICK = Size(
     times=2,
@@ -72,6 +76,7 @@ QUICK = Size(
     seconds=8.0,
     leases=40,
     batches=3,
+    distant=6,
 )
 
 
@@ -195,12 +200,23 @@ async def measure_decoding(size: Size) -> list[str]:
     ]
 
 
+async def measure_bus(size: Size) -> list[str]:
+    """Handoffs between hosts whose bus is far away. Needs a user who may make network namespaces."""
+    with tempfile.TemporaryDirectory() as folder:
+        wide = {**WIDE, "model": str(make_wide_model(Path(folder), CACHE)), "engine_args": CHUNKS}
+        workers = {handoffs.P: {**wide, "role": "prefill"}, handoffs.D: {**wide, "role": "decode"}}
+        async with distant.distant_fleet(workers) as (fleet, relay):
+            found = await distant.measure(fleet, relay, size.distant)
+    return distant.lines(found, CHUNK, KV_BYTES_PER_TOKEN)
+
+
 PARTS: dict[str, Callable[[Size], Awaitable[list[str]]]] = {
     "handoff": measure_handoffs,
     "losses": measure_losses,
     "speed": measure_speed,
     "turns": measure_turns,
     "decoding": measure_decoding,
+    "bus": measure_bus,
 }
 
 
