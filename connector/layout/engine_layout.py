@@ -289,6 +289,16 @@ def beyond_boundaries(vllm_config: Any, kv_cache_config: Any) -> tuple[int, int]
     return sizes.get(KvGroupKind.FULL, 0), sizes.get(KvGroupKind.WINDOW, 0)
 
 
+def dropped_from_hits(vllm_config: Any, kv_cache_config: Any) -> int:
+    """How many tokens at the end of what vLLM finds cached it does not use: with one group and EAGLE or MTP, the last
+    block of those before the prompt's last token. With several groups it looks a block further first: see
+    ``beyond_boundaries``.
+    """
+    speculative, groups = vllm_config.speculative_config, kv_cache_config.kv_cache_groups
+    drops = speculative is not None and speculative.use_eagle_block_drop()
+    return int(groups[0].kv_cache_spec.block_size) if drops and len(groups) == 1 else 0
+
+
 def _group(block_size: int, spec: Any) -> KvGroup:
     kind = KIND_OF_SPEC[type(spec).__name__]
     window = int(spec.sliding_window) + int(spec.extra_retained_tokens) if kind is KvGroupKind.WINDOW else 0

@@ -70,6 +70,10 @@ class HashScheme(Message, frozen=True, kw_only=True):
     """
     window_beyond: int = 0
     """As ``full_beyond``, of windows: their block after the boundary."""
+    dropped: int = 0
+    """So many tokens at the end of what it finds cached an engine with one KV cache group and a drafter (EAGLE, MTP)
+    does not use. A handoff brings them.
+    """
     narrow: bool = False
     """Whether there are narrower windows than that of ``window_blocks``. Of these the last block must be held; it is
     told under its hash XOR ``NARROW_MARK``.
@@ -96,9 +100,14 @@ class HashScheme(Message, frozen=True, kw_only=True):
         return max(self.full_beyond, self.window_beyond)
 
     def usable(self, prompt_tokens: int) -> int:
-        """Tokens of the longest prefix that a prompt can have cached: its last token is always computed."""
-        found = prompt_tokens // self.block_size * self.block_size - self.beyond
-        return max(0, min(prompt_tokens - 1, found)) // self.align * self.align
+        """Tokens of the longest prefix that an engine can find cached: a prompt's last token is always computed."""
+        found = (prompt_tokens - 1) // self.block_size * self.block_size - self.dropped
+        return max(0, min(found, self.handed_over(prompt_tokens))) // self.align * self.align
+
+    def handed_over(self, prompt_tokens: int) -> int:
+        """Tokens of a prompt, but the last one, whose KV another worker can bring."""
+        whole = min(prompt_tokens - 1, prompt_tokens // self.block_size * self.block_size - self.beyond)
+        return max(0, whole) // self.align * self.align if self.boundaries else max(0, whole)
 
 
 class Fingerprint(Message, frozen=True, kw_only=True):

@@ -248,11 +248,13 @@ INLINED struct estimate estimate(const struct fleet *fleet, const struct questio
 
     /* The prompt: computed, or a part of it fetched where that ends sooner. The last token is always computed. */
     double block_size = block_size_of(N(BLOCK_SIZE)), usable = floor(most(tokens - 1.0, 0.0) / block_size);
-    double held = least(blocks, usable) * block_size, reach = least(elsewhere, usable) * block_size;
-    double missing = reach - held, alone_s = work_s(fleet, row, tokens - held, held);
+    double found = least(blocks, usable) * block_size, reach = least(elsewhere, usable) * block_size;
+    double held = most(found - N(DROPPED_TOKENS), 0.0), missing = reach - held;
+    double alone_s = work_s(fleet, row, tokens - held, held);
     double reading_s = N(TRANSFER_BASE_S) + N(TRANSFER_TOKEN_S) * missing;
     double rest_s = work_s(fleet, row, tokens - reach, reach);
-    bool fetches = (missing >= (double)question->fetch_tokens_min) & (reading_s + rest_s < alone_s);
+    bool is_elsewhere = (reach > found) & (missing >= (double)question->fetch_tokens_min);
+    bool fetches = is_elsewhere & (reading_s + rest_s < alone_s);
     double own_s = fetches ? rest_s : alone_s, fetched = fetches ? missing : 0.0, computed = tokens - held - fetched;
     to.cached = (int64_t)held;
     to.fetched = (int64_t)fetched;

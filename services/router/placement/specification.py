@@ -253,12 +253,14 @@ def estimate(row: Row, question: Question, price: float, itl_free_s: float) -> E
     queue_s = waiting_s(n, token_s + between_s, shared_step_s, question.now)
     itl_s = full_step_s / (1.0 - min(n[t.PROMPTS_PER_S] * token_s, BUSY_MAX))
 
-    # The engine always computes the last token. A worker fetches where that is predicted to end sooner.
+    # The engine always computes the last token. A worker fetches where that is predicted to end sooner, from the end of
+    # what its engine uses on.
     block_size = int(n[t.BLOCK_SIZE])
     usable = max(tokens - 1, 0) // block_size
-    held, reach = min(row.blocks, usable) * block_size, min(row.elsewhere, usable) * block_size
+    found, reach = min(row.blocks, usable) * block_size, min(row.elsewhere, usable) * block_size
+    held = max(0, found - int(n[t.DROPPED_TOKENS]))
     own_s, fetched, fetch_s = work_s(n, tokens - held, held), 0, 0.0
-    if reach - held >= question.fetch_tokens_min:
+    if reach > found and reach - held >= question.fetch_tokens_min:
         reading_s = n[t.TRANSFER_BASE_S] + n[t.TRANSFER_TOKEN_S] * (reach - held)
         rest_s = work_s(n, tokens - reach, reach)
         if reading_s + rest_s < own_s:

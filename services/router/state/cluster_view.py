@@ -429,6 +429,8 @@ class ClusterView:
         numbers[t.HANDED_OVER_MIN, row] = (
             hashing.align + max(1, hashing.beyond) if hashing.boundaries else max(1, hashing.block_size)
         )
+        # The index knows what follows a boundary, and takes no boundary for held without it.
+        numbers[t.DROPPED_TOKENS, row] = 0 if hashing.boundaries else hashing.dropped
         numbers[t.STEP_TOKENS, row] = max(1, record.step_tokens_max)
         numbers[t.ANSWERS, row] = view.serves and record.role is not Role.PREFILL
         view.write_load(self.table)

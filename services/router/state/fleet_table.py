@@ -29,27 +29,29 @@ ANSWERS: Final = 4
 """1 if the worker serves decode legs, else 0: prompts on a prefill worker delay no decodes."""
 HANDED_OVER_MIN: Final = 5
 """The fewest prompt tokens, beyond those that the worker has, of which another one can hand over some KV."""
-HEARD_AT: Final = 6
+DROPPED_TOKENS: Final = 6
+"""Tokens at the end of a prompt's cached prefix that the worker's engine does not use."""
+HEARD_AT: Final = 7
 """The first of ten columns that change with each report: see ``set_report``."""
-PROMPTS_PER_S: Final = 7
+PROMPTS_PER_S: Final = 8
 """Prompt tokens that the worker lately computed per second."""
-EVICTED_BLOCKS: Final = 8
+EVICTED_BLOCKS: Final = 9
 """Blocks that the worker's cache lately evicted."""
-RESTORED_BLOCKS: Final = 9
+RESTORED_BLOCKS: Final = 10
 """Blocks that the worker lately stored although some worker had had them: all copies had been evicted."""
-LEGS: Final = 10
+LEGS: Final = 11
 """The first of six columns that change with each leg: see ``set_load``."""
-DECODING: Final = 11
+DECODING: Final = 12
 """Requests in the batch of the worker's engine, or about to be."""
-WAITING_TOKENS: Final = 12
+WAITING_TOKENS: Final = 13
 """Prompt tokens that the worker has accepted and not computed yet."""
-CONTEXT_TOKENS: Final = 13
+CONTEXT_TOKENS: Final = 14
 """Tokens in the KV cache that running requests use."""
-FREE_TOKENS: Final = 14
+FREE_TOKENS: Final = 15
 """Free tokens of the KV cache."""
-SENT_TOKENS: Final = 15
+SENT_TOKENS: Final = 16
 """The part of ``WAITING_TOKENS`` that was sent after the worker's last report."""
-SPEED: Final = 16
+SPEED: Final = 17
 """The first of the columns that hold the fields of ``WorkerSpeed``, in their order."""
 PREFILL_STEP_S: Final = SPEED
 PREFILL_TOKEN_S: Final = SPEED + 1

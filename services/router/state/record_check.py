@@ -68,6 +68,7 @@ def _boundaries_fault(hashing: HashScheme) -> str:
         "window": hashing.window_block,
         "full attention beyond a boundary": hashing.full_beyond,
         "window beyond a boundary": hashing.window_beyond,
+        "end of a cached prefix that is not used": hashing.dropped,
     }
     for name, tokens in names.items():
         if not 0 <= tokens <= BLOCK_TOKENS_MAX or tokens % size:

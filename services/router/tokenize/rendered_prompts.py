@@ -222,9 +222,5 @@ def prompt_of(reply: RenderedPrompt, view: WorkerView) -> Prompt:
     possible = 0 <= reply.media_end <= reply.tokens <= record.max_model_len and full * block_size <= reply.tokens
     if reply.refusal or reply.epoch != record.epoch or not reply.tokens or not possible:
         raise ValueError(reply.refusal or "the reply contradicts itself")
-    # A decode worker gets the KV of full blocks, or that at a boundary, and computes the last token in any case.
-    handed_over = min(reply.tokens // block_size * block_size, reply.tokens - 1)
-    if record.hashing.boundaries:
-        handed_over = record.hashing.usable(reply.tokens)
-    unsplittable = REACHES_LAST_BLOCK if reply.media_end > handed_over else ""
+    unsplittable = REACHES_LAST_BLOCK if reply.media_end > record.hashing.handed_over(reply.tokens) else ""
     return Prompt(reply.tokens, hashes, exact=True, unsplittable=unsplittable)

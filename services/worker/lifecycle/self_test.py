@@ -458,7 +458,7 @@ class SelfTestHandler:
         except (CannotCompute, TimeoutError) as error:
             text = str(error) or f"the reading engine was not done within {READ_S_MAX:g} s"
             return Read(Result(Outcome.FAILED, text))
-        arrived = check_report(leg.transfer_report, self._engine.facts.hashing.usable(len(prompt.tokens)))
+        arrived = check_report(leg.transfer_report, self._engine.facts.hashing.handed_over(len(prompt.tokens)))
         if arrived.outcome is not Outcome.PASSED:
             return Read(arrived, leg)
         held = Computed(prompt.digests, dict(zip(prompt.likely, prompt.logprobs, strict=True)))

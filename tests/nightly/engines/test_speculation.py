@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from shared.contracts.channels import WORKER_RECORDS
+from shared.contracts.ids import WorkerId
 from shared.contracts.inference import LegKind
 from shared.contracts.kv_exchange import KvTransferReport
 from shared.contracts.load import StepTotals
+from shared.contracts.workers import HashScheme
 from shared.engine_speed.steps import Steps
 from tests.engines.forged_reads import ENGINE_ARGS, FORGERY_FILE, Forgery, spoil, spoiled
 from tests.support.drafters import ACCEPTED_MIN, AT_LEAST, DRAFTED, METHODS, Drafting
@@ -73,6 +76,14 @@ def acceptance(report: KvTransferReport) -> float:
     return report.accepted_tokens / report.drafted_tokens
 
 
+async def hashing_of(driver: Driver, worker: str) -> HashScheme:
+    """From the worker's record."""
+    found = await (await driver.bus.key_value_store(WORKER_RECORDS)).get(WorkerId(worker))
+    assert found is not None
+    assert found.value is not None
+    return found.value.hashing
+
+
 async def alone(driver: Driver, prompt: Sequence[int]) -> Answer:
     """Of the decode engine that computes the prompt itself."""
     return await driver.leg(DECODE, LegKind.AGGREGATED, prompt, fields={"max_tokens": ANSWER, "cache_salt": "alone"})
@@ -101,6 +112,32 @@ async def test_as_many_drafts_are_accepted_after_a_handoff_as_without(driver: Dr
         assert acceptance(reports[0]) >= ACCEPTED_MIN[method]
     elif tokens > 1000:  # The text before has some of the answer's tokens.
         assert min(report.drafted_tokens for report in reports) > 0
+
+
+@pytest.mark.parametrize("tokens", [300, 320])
+async def test_a_hit_and_a_read_are_what_the_workers_record_says(driver: Driver, method: str, tokens: int):
+    """After EAGLE or MTP, routers predict a block less of a hit, and have a read begin before that block: the engine
+    reads what follows its own hit, so a source that began after the block would bring nothing.
+    """
+    hashing, held = await hashing_of(driver, DECODE), 5 * BLOCK
+    prompt, one = random_prompt(f"found {tokens}", tokens), {"max_tokens": 1}
+    assert hashing.dropped == (BLOCK if method in {"eagle", "mtp"} else 0)
+    for _time in range(2):
+        computed = await driver.leg(PREFILL, LegKind.AGGREGATED, prompt, fields=one)
+    assert computed.report.cached_tokens == hashing.usable(tokens) or method == "ngram"
+    await driver.leg(DECODE, LegKind.AGGREGATED, prompt[: held + 1], fields=one)
+
+    own = hashing.usable(held + 1)
+    source = driver.source(PREFILL, first=own // BLOCK)
+    read = await driver.leg(
+        DECODE, LegKind.AGGREGATED, prompt, kv_sources=[source], kv_fetch_min_tokens=1, fields={"max_tokens": ANSWER}
+    )
+    found = await driver.leg(DECODE, LegKind.AGGREGATED, prompt, fields=one)
+
+    report = transfer_report_of(read)
+    assert (report.local_tokens, report.fetched_tokens) == (own, hashing.handed_over(tokens) - own)
+    assert found.report.cached_tokens == hashing.usable(tokens)
+    assert read.token_ids == (await alone(driver, prompt)).token_ids
 
 
 async def test_without_the_drafts_kv_hardly_any_draft_is_accepted(driver: Driver, method: str, forgery: Path):

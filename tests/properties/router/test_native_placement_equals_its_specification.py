@@ -24,7 +24,7 @@ from tests.support.examples import SEEDS, examples, seeded
 
 pytestmark = pytest.mark.skipif(not IS_COMPILED, reason="not built here")
 
-COUNTED = (t.LEGS, t.LEGS_MAX, t.LAST_CHOSEN, t.HEARD_AT, t.BLOCK_SIZE, t.STEP_TOKENS)
+COUNTED = (t.LEGS, t.LEGS_MAX, t.LAST_CHOSEN, t.HEARD_AT, t.DROPPED_TOKENS, t.BLOCK_SIZE, t.STEP_TOKENS)
 """Never anything but numbers, and the last two never zero."""
 MEASURED = [number for number in range(t.NUMBERS) if number not in COUNTED]
 NUMBERS = st.one_of(
@@ -36,7 +36,7 @@ PRECISION = 1e-9
 SIZES = st.lists(
     st.tuples(
         st.integers(0, 19),
-        st.sampled_from([t.BLOCK_SIZE, t.STEP_TOKENS, t.LEGS, t.LAST_CHOSEN]),
+        st.sampled_from([t.BLOCK_SIZE, t.STEP_TOKENS, t.DROPPED_TOKENS, t.LEGS, t.LAST_CHOSEN]),
         st.sampled_from([1.0, 2.0, 16.0, 1e15]),
     ),
     max_size=4,
@@ -157,6 +157,7 @@ def outcomes(members, writes, requests, policy, *, compiled):
 @example([Member()] * 13, ([(row, t.HEARD_AT, 1e9) for row in range(13)], []), [PROMPT], PlacementPolicy())
 @example([Member(), Member(held=4), Member(held=3)], ([], []), [PROMPT], PlacementPolicy(fetch_tokens_min=1))
 @example([Member()] * 3 + [Member(held=1)], ([], [(0, t.BLOCK_SIZE, 1.0)]), [PROMPT], PlacementPolicy())
+@example([Member(held=4)] * 2, ([], [(0, t.DROPPED_TOKENS, 16.0)]), [PROMPT], PlacementPolicy(fetch_tokens_min=1))
 @example(
     [Member(role=Role.PREFILL, held=1), Member(role=Role.DECODE)],
     ([], [(1, t.STEP_TOKENS, 1.0)]),

@@ -221,7 +221,7 @@ async def _start(launch: Launch, report: Callable[[str], None], followers: Follo
             modules, args.lora_modules = args.lora_modules or (), None
             app = await _openai_app(llm, args, meter)
             adapters = await _adapters(launch, llm, app, modules)
-            alignment, groups, beyond = await llm.engine_core.call_utility_async("cache_groups")
+            alignment, groups, beyond, dropped = await llm.engine_core.call_utility_async("cache_groups")
             source.attach(groups)
             kv_sizes = (0, 0)
             if exchange is not None:
@@ -241,7 +241,7 @@ async def _start(launch: Launch, report: Callable[[str], None], followers: Follo
         llm.vllm_config,
         args.served_model_name,
         msgspec.structs.replace(fingerprinted, block_size=llm.hash_block_size),
-        hash_scheme(llm.vllm_config.cache_config, llm.hash_block_size, alignment, groups, beyond),
+        hash_scheme(llm.vllm_config.cache_config, llm.hash_block_size, alignment, groups, beyond, dropped),
         launch.settings.legs_max,
         app.paths & SERVED,
         note="; ".join(chosen),
@@ -576,9 +576,11 @@ def hash_scheme(
     alignment: int = 0,
     groups: Sequence[tuple[int, bool, int]] = (),
     beyond: Sequence[int] = (0, 0),
+    dropped: int = 0,
 ) -> HashScheme:
     """How vLLM names blocks, in this environment. ``groups``: of each KV cache group its block size, whether it is full
-    attention, and its window in tokens (0: none). ``beyond``: see ``beyond_boundaries``.
+    attention, and its window in tokens (0: none). ``beyond``, ``dropped``: see ``beyond_boundaries`` and
+    ``dropped_from_hits``.
     """
     groups = groups if cache.enable_prefix_caching else ()
     full = [size for size, is_full, _window in groups if is_full]
@@ -594,6 +596,7 @@ def hash_scheme(
         narrow=bool(narrow_windows(groups)),
         full_beyond=beyond[0] if boundaries else 0,
         window_beyond=window_block if beyond[1] else 0,
+        dropped=dropped if cache.enable_prefix_caching else 0,
         algorithm=cache.prefix_caching_hash_algo,
     )
     seed = os.environ.get("PYTHONHASHSEED")

@@ -18,7 +18,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_sliding_window, is_full_attention_spec
 
 from connector import connector
-from connector.layout.engine_layout import beyond_boundaries
+from connector.layout.engine_layout import beyond_boundaries, dropped_from_hits
 from connector.transfer.threads import unbind_heirs
 from services.worker.engines.vllm.arguments import PARENT_PID
 
@@ -58,10 +58,10 @@ def hash_block_size(core: Any) -> int:
     return size
 
 
-def cache_groups(core: Any) -> tuple[int, list[tuple[int, bool, int]], tuple[int, int]]:
+def cache_groups(core: Any) -> tuple[int, list[tuple[int, bool, int]], tuple[int, int], int]:
     """Utility method added to ``EngineCore``: at multiples of how many tokens a prefix can be of use, for each KV cache
     group its block size, whether it is full attention, and its window in tokens (0: none), and what
-    ``beyond_boundaries`` says.
+    ``beyond_boundaries`` and ``dropped_from_hits`` say.
     """
     config = core.scheduler.kv_cache_config
     specs = [group.kv_cache_spec for group in config.kv_cache_groups]
@@ -72,6 +72,7 @@ def cache_groups(core: Any) -> tuple[int, list[tuple[int, bool, int]], tuple[int
             for spec in specs
         ],
         beyond_boundaries(core.vllm_config, config),
+        dropped_from_hits(core.vllm_config, config),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from services.router.placement.native import IS_COMPILED
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest
 from services.router.placement.placer import CostPlacer
 from services.router.request.facts import Mode
@@ -35,17 +36,22 @@ class Fleet:
         held: int = 0,
         connector: str = "baton-1",
         release: str = "0",
+        dropped: int = 0,
         **numbers: float,
     ) -> None:
         speeds = {name: numbers.pop(name) for name in WorkerSpeed.__struct_fields__ if name in numbers}
-        self.cluster.record(record(worker_id, role=role, connector=connector, engine_version=release), NOW)
+        described = record(worker_id, role=role, connector=connector, engine_version=release)
+        hashing = msgspec.structs.replace(described.hashing, dropped=dropped)
+        self.cluster.record(msgspec.structs.replace(described, hashing=hashing), NOW)
         self.cluster.set_speed(WorkerId(worker_id), WorkerSpeed(**speeds))
         self.cluster.report(load(worker_id, role=role, **numbers), NOW)
         self.index.join(worker_id, 1)
         self.index.restore(KvSnapshot(worker_id=worker_id, epoch=1, seq=1, hashes=pack_hashes(range(1, held + 1))))
 
-    def place(self, request: PlacementRequest = PROMPT, policy: PlacementPolicy = POLICY) -> Placement:
-        placement = CostPlacer(self.cluster, self.index, policy).place(request, NOW)
+    def place(
+        self, request: PlacementRequest = PROMPT, policy: PlacementPolicy = POLICY, compiled: bool = IS_COMPILED
+    ) -> Placement:
+        placement = CostPlacer(self.cluster, self.index, policy, compiled=compiled).place(request, NOW)
         assert isinstance(placement, Placement)
         return placement
 
@@ -88,6 +94,47 @@ def test_the_last_token_is_always_computed():
 
     assert asked(placement) == [("d1", 0, 19)]
     assert placement.uncached_tokens == BLOCK
+
+
+WITH_DRAFTER = {"dropped": BLOCK}
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["C", "Python"])
+@pytest.mark.parametrize(
+    ("held", "tokens", "cached"), [(0, 100, 0), (1, 100, 0), (2, 100, 1), (5, 96, 1), (5, 97, 2), (20, 20 * BLOCK, 18)]
+)
+def test_an_engine_with_a_drafter_does_not_use_the_last_block_that_it_holds(held, tokens, cached, compiled):
+    fleet = Fleet()
+    fleet.add("w1", Role.BOTH, held=held, **WITH_DRAFTER)
+
+    placement = fleet.place(msgspec.structs.replace(PROMPT, prompt_tokens=tokens), compiled=compiled)
+
+    assert (placement.cached_tokens, placement.uncached_tokens) == (cached * BLOCK, tokens - cached * BLOCK)
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["C", "Python"])
+def test_an_engine_with_a_drafter_reads_the_block_that_it_does_not_use_too(compiled):
+    """From a source that began after it nothing would be read: the engine reads what follows the part that it uses."""
+    fleet = Fleet()
+    fleet.add("p1", Role.PREFILL, held=5, **WITH_DRAFTER)
+    fleet.add("d1", Role.DECODE, held=18, **WITH_DRAFTER)
+
+    placement = fleet.place(compiled=compiled)
+
+    assert asked(placement) == [("d1", 4, 18)]
+    assert (placement.cached_tokens, placement.fetched_tokens) == (4 * BLOCK, 14 * BLOCK)
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["C", "Python"])
+def test_no_block_is_read_for_a_drafter_alone(compiled):
+    """Of a worker that holds no more of the prompt, be it the reader itself."""
+    fleet = Fleet()
+    fleet.add("p1", Role.PREFILL, held=18, prefill_token_s=1.0, **WITH_DRAFTER)
+    fleet.add("d1", Role.DECODE, held=18, **WITH_DRAFTER)
+
+    placement = fleet.place(policy=PlacementPolicy(fetch_tokens_min=1), compiled=compiled)
+
+    assert (asked(placement), placement.fetched_tokens, placement.cached_tokens) == ([], 0, 17 * BLOCK)
 
 
 def test_too_few_tokens_are_not_fetched():

@@ -255,7 +255,7 @@ def test_a_prompt_ends_a_token_after_a_boundary_and_fits_the_context(unit, block
 
     assert count == 0 or count + ANSWER_TOKENS <= max_model_len
     if count:
-        assert hashing.usable(count) == count - 1
+        assert hashing.handed_over(count) == count - 1
     assert count or max_model_len < hashing.align + ANSWER_TOKENS + TAIL_TOKENS or hashing.align > FULL_TOKENS_MAX
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from connector.layout.engine_layout import beyond_boundaries
+from connector.layout.engine_layout import beyond_boundaries, dropped_from_hits
 from services.router.placement.kv_sources import boundaries_of
 from services.router.state.prefix_index import PrefixIndex
 from services.worker.engines.vllm.engine import hash_scheme
@@ -41,6 +41,8 @@ WINDOWS = {"narrow": 17, "window": 40, "wide": 150}
 Groups = tuple[tuple[str, int], ...]
 LAYOUTS: dict[str, tuple[Groups, int, int | None]] = {
     "full": ((("full", 16),), 16, 0),
+    "full and drafter": ((("full", 16),), 16, 0),
+    "windows alone and drafter": ((("window", 16),), 16, None),
     "full and window": ((("window", 16), ("full", 16)), 16, None),
     "full and window, kept at prompts' ends": ((("window", 16), ("full", 16)), 16, 0),
     "window of other blocks": ((("window", 16), ("full", 32)), 16, None),
@@ -150,7 +152,8 @@ class Engine:
         ]
         self.groups = full
         beyond = beyond_boundaries(whole, placed)
-        self.scheme: HashScheme = hash_scheme(cache, unit, placed.cache_hit_alignment_tokens, full, beyond)
+        dropped = dropped_from_hits(whole, placed)
+        self.scheme: HashScheme = hash_scheme(cache, unit, placed.cache_hit_alignment_tokens, full, beyond, dropped)
         self._numbers = iter(range(10_000))
 
     def publish(self, batch: Any) -> None:
@@ -229,10 +232,10 @@ class Told:
         """What the router predicts."""
         scheme = self.engine.scheme
         hashes = [block_hash64(bytes(one)) for one in self.engine.request(prompt, 1).block_hashes]
-        usable = hashes[: (scheme.usable(len(prompt)) + scheme.beyond) // scheme.block_size]
+        usable = hashes[: (scheme.usable(len(prompt)) + (scheme.beyond or scheme.dropped)) // scheme.block_size]
         slot = self.index.slot(ME)
         if not scheme.boundaries:
-            return int(self.index.match_depths(usable)[slot]) * scheme.block_size
+            return max(0, int(self.index.match_depths(usable)[slot]) * scheme.block_size - scheme.dropped)
         return int(self.index.match_boundaries(usable, boundaries_of(scheme))[slot]) * scheme.block_size
 
 
