@@ -49,8 +49,8 @@ class PlainRead(msgspec.Struct):
 class PlainReads(NixlAgent):
     """NIXL's agent, which remembers the reads of each handoff."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
+    def __init__(self, name: str, *, backend: str) -> None:
+        super().__init__(name, backend=backend)
         self._handoffs: deque[list[tuple[str, Spans, Spans]]] = deque(maxlen=REMEMBERED)
         self._memories = MEMORY["cpu"], MEMORY["cpu"]  # There and here.
         self._remembers = False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
@@ -114,7 +115,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             EngineCore.rename_blocks = rename_blocks
             register_publisher()
         else:
-            self._worker = ConnectorWorker(vllm_config, kv_cache_config, resolve_name(settings.agent))
+            make_agent = partial(resolve_name(settings.agent), backend=settings.fingerprint.kv_backend)
+            self._worker = ConnectorWorker(vllm_config, kv_cache_config, make_agent)
 
     @property
     def requires_kv_delivery(self) -> bool:

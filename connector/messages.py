@@ -355,7 +355,9 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     refusal_file: str = ""
     """File for the reason if the engine's KV cache cannot be exchanged; empty: none."""
     agent: str = "connector.transfer.nixl_agent:NixlAgent"
-    """Class of the transfer agent, as ``module:name``."""
+    """Class of the transfer agent, as ``module:name``, which is called with a name and ``backend``: the fingerprint's
+    ``kv_backend``.
+    """
 
     def fingerprint_key(self, hash_block_size: int) -> str:
         """``Fingerprint.key`` of an engine with block hashes of so many tokens."""

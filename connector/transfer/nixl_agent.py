@@ -1,6 +1,7 @@
 """The TransferAgent on NIXL: an agent that lends this engine's memory, and for each peer one that reads from it.
 
-UCX moves the bytes, over whatever transport both machines have. Over shared memory the thread that begins a read copies
+A plug-in of NIXL (a "backend") moves the bytes: UCX, over whatever transport both machines have, unless the operator
+has chosen another one, such as LIBFABRIC. Over shared memory the thread that begins a read copies
 it whole, without holding Python's GIL, and one core copies at about half of what memory allows. So once a large read
 from a peer has ended as soon as it began, which shows that the peer is reached over shared memory, later large reads
 from it are split: a second thread with an agent of its own copies one half.
@@ -25,7 +26,9 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 from nixl import _api as nixl_api
@@ -34,12 +37,12 @@ from nixl import _bindings as nixl_bindings
 from connector.layout.routes import halves_of
 from connector.transfer.agent import Connecting, Region, Spans, TransferFailed, TransferState, failing
 from connector.transfer.threads import DaemonThreads, keep_cores, leave_cores
+from shared.contracts.workers import USUAL_BACKEND
 
 STATES = {"PROC": TransferState.RUNNING, "DONE": TransferState.DONE, "ERR": TransferState.FAILED}
 MEMORY = {"cpu": "DRAM", "cuda": "VRAM"}
 PACKAGE: str = nixl_api.__name__.rpartition(".")[0]
 """The package that ``nixl`` stands for in this process."""
-BACKENDS = ["UCX"]
 ERRORS = tuple(one for name, one in vars(nixl_bindings).items() if name.startswith("nixl") and name.endswith("Error"))
 PROGRESS_DELAY_US = 10_000
 """Longest sleep of a progress thread. Without a delay it spins and keeps a core busy; with one it still wakes at once
@@ -68,11 +71,12 @@ class ReadAgent:
     registered: list[Any]
     name: str
     """The name of the peer's agent, which the peer chooses."""
+    backend: str = USUAL_BACKEND
 
     def prepare(self, remote: Spans, local: Spans, memories: tuple[str, str]) -> Any:
         """Return a handle. nixl's handle holds a reference to the agent, so drop it before ``end``."""
         there, here = self.agent.get_xfer_descs(remote, memories[0]), self.agent.get_xfer_descs(local, memories[1])
-        return self.agent.initialize_xfer("READ", here, there, self.name, backends=BACKENDS)
+        return self.agent.initialize_xfer("READ", here, there, self.name, backends=[self.backend])
 
     def state(self, handle: Any) -> TransferState:
         """State of a read; never raises."""
@@ -106,36 +110,48 @@ class ReadAgent:
         self.agent = None
 
 
-def open_read_agent(name: str, regions: Sequence[Region], metadata: bytes) -> ReadAgent:
+def open_read_agent(name: str, regions: Sequence[Region], metadata: bytes, backend: str = USUAL_BACKEND) -> ReadAgent:
     """An agent that is connected to the peer. Its name must never be used again. Raises TransferFailed."""
-    agent = make_agent(name, progress=False)
-    registered = register(agent, regions)
-    return ReadAgent(agent, registered, load(agent, metadata))
+    agent = make_agent(name, progress=False, backend=backend)
+    registered = register(agent, regions, backend)
+    return ReadAgent(agent, registered, load(agent, metadata, backend), backend)
 
 
-def load(agent: Any, metadata: bytes) -> str:
+def load(agent: Any, metadata: bytes, backend: str = USUAL_BACKEND) -> str:
     """Connect an agent to the peer with this metadata; returns the name of the peer's agent. Raises TransferFailed."""
     with failing("connecting"):
         added = agent.add_remote_agent(metadata)
         peer = added.decode() if isinstance(added, bytes) else str(added)
-        agent.make_connection(peer, backends=BACKENDS)
+        agent.make_connection(peer, backends=[backend])
     return peer
 
 
-def make_agent(name: str, *, progress: bool, backends: Sequence[str] = BACKENDS) -> Any:
+def make_agent(name: str, *, progress: bool, backend: str = USUAL_BACKEND) -> Any:
     """Create a nixl agent. Raises TransferFailed."""
     with _making, _sleeping_progress_threads(), keep_cores(), failing("starting an agent"):
-        config = nixl_api.nixl_agent_config(enable_prog_thread=progress, num_threads=0, backends=list(backends))
+        config = nixl_api.nixl_agent_config(enable_prog_thread=progress, num_threads=0, backends=[backend])
         return nixl_api.nixl_agent(name, config)
 
 
-def register(agent: Any, regions: Sequence[Region]) -> list[Any]:
+def plugins() -> list[str]:
+    """The plug-ins that NIXL finds, whether or not they load. Raises what nixl raises."""
+    config = nixl_api.nixl_agent_config(enable_prog_thread=False, num_threads=0, backends=[])
+    return sorted(nixl_api.nixl_agent("plugins", config).get_plugin_list())
+
+
+def plugin_folder() -> Path:
+    """Where NIXL looks for them."""
+    inside = Path(nixl_api.__file__).parent
+    return Path(os.environ.get("NIXL_PLUGIN_DIR") or inside.parent / f".{inside.name}.mesonpy.libs" / "plugins")
+
+
+def register(agent: Any, regions: Sequence[Region], backend: str = USUAL_BACKEND) -> list[Any]:
     """Register memory; returns what ``deregister`` needs. Raises TransferFailed."""
     registered = []
     for device in sorted({region.device for region in regions}):
         rows = [(one.base, one.length, one.device_id, "") for one in regions if one.device == device]
         with failing(f"registering {len(rows)} pieces of {device} memory"):
-            registered.append(agent.register_memory(rows, mem_type=MEMORY[device], backends=BACKENDS))
+            registered.append(agent.register_memory(rows, mem_type=MEMORY[device], backends=[backend]))
     return registered
 
 
@@ -249,15 +265,23 @@ class _Opening:
 class NixlAgent:
     """A TransferAgent on nixl. Its name must never be used again: peers identify connections by it.
 
-    ``open_agent`` makes the agent of one connection, on a thread of its own. A connection has the name of this agent,
-    not of the peer's: two peers may say that they have the same name.
+    ``open_agent`` makes the agent of one connection, on a thread of its own; by default ``open_read_agent``. A
+    connection has the name of this agent, not of the peer's: two peers may say that they have the same name.
     """
 
-    def __init__(self, name: str, *, split_bytes: int = SPLIT_BYTES, open_agent: OpenAgent = open_read_agent) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        backend: str = USUAL_BACKEND,
+        split_bytes: int = SPLIT_BYTES,
+        open_agent: OpenAgent | None = None,
+    ) -> None:
         self._name = name
-        self._open_agent = open_agent
+        self._backend = backend
+        self._open_agent = open_agent or partial(open_read_agent, backend=backend)
         self._split_bytes = split_bytes
-        self._agent = make_agent(name, progress=True)
+        self._agent = make_agent(name, progress=True, backend=backend)
         self._regions: list[Region] = []
         self._registered: list[Any] = []
         self._connections: dict[str, _Connection] = {}
@@ -272,7 +296,7 @@ class NixlAgent:
 
     def register(self, regions: Sequence[Region]) -> None:
         self._regions.extend(regions)
-        self._registered.extend(register(self._agent, regions))
+        self._registered.extend(register(self._agent, regions, self._backend))
 
     def metadata(self) -> bytes:
         return bytes(self._agent.get_agent_metadata())

@@ -11,7 +11,7 @@ import numpy as np
 from connector.transfer.agent import TransferFailed
 from connector.transfer.nixl_agent import ERRORS, make_agent
 
-BACKENDS = ["POSIX"]
+BACKEND = "POSIX"
 POLL_S = 0.000_1
 TRANSFER_S_MAX = 60.0
 """Maximum duration of a batch of blocks; a file system that takes longer is stuck."""
@@ -27,11 +27,11 @@ class NixlFile:
         self._descriptor = descriptor
         self._name = name
         try:
-            self._agent = make_agent(name, progress=False, backends=BACKENDS)
+            self._agent = make_agent(name, progress=False, backend=BACKEND)
             file_rows, memory_rows = [(0, size, descriptor, "")], [(*memory, 0, "")]
             self._registered: list[Any] = [
-                self._agent.register_memory(file_rows, mem_type="FILE", backends=BACKENDS),
-                self._agent.register_memory(memory_rows, mem_type="DRAM", backends=BACKENDS),
+                self._agent.register_memory(file_rows, mem_type="FILE", backends=[BACKEND]),
+                self._agent.register_memory(memory_rows, mem_type="DRAM", backends=[BACKEND]),
             ]
         except ERRORS as error:
             raise TransferFailed(f"NIXL's POSIX plugin: {type(error).__name__} {error}") from error
@@ -60,7 +60,7 @@ class NixlFile:
         agent = self._agent
         try:
             memory, file = agent.get_xfer_descs(here, "DRAM"), agent.get_xfer_descs(there, "FILE")
-            handle = agent.initialize_xfer(operation, memory, file, self._name, backends=BACKENDS)
+            handle = agent.initialize_xfer(operation, memory, file, self._name, backends=[BACKEND])
             try:
                 self._finish(handle, agent.transfer(handle), operation)
             finally:

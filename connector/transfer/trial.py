@@ -1,4 +1,4 @@
-"""``python -m connector.transfer.trial PACKAGE`` loads peers' NIXL metadata in processes that may die.
+"""``python -m connector.transfer.trial PACKAGE BACKEND`` loads peers' NIXL metadata in processes that may die.
 
 It also reads with it. NIXL and UCX believe what they parse. A memory type that does not exist, for example, is the
 index of an array: the process that loads such metadata gets a segmentation fault. With a wrong key of a piece of
@@ -8,7 +8,8 @@ would not help.
 The process imports NIXL, and starts an agent once so that UCX is loaded, which takes most of the time. Then it forks a
 child for each ``Trial`` on its standard input, several at a time, and says on its standard output how each ended. It
 ends with its input. Messages are msgpack, after their length in ``LENGTH_BYTES``. ``PACKAGE`` is what ``nixl`` stands
-for: on a machine without CUDA the choice that nixl makes takes seconds, because it imports torch.
+for: on a machine without CUDA the choice that nixl makes takes seconds, because it imports torch. ``BACKEND`` is NIXL's
+plug-in that moves the bytes.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ import msgspec
 import numpy as np
 
 from connector.transfer.agent import Region, Spans, TransferFailed, TransferState, failing
+from connector.transfer.transports import read_transport, tell_transports
 
 LENGTH_BYTES = 4
 TRIAL_S_MAX = 45
@@ -74,6 +76,7 @@ class TrialEnded(msgspec.Struct, frozen=True, array_like=True):
     status: int
     """An ``Ended``, or another exit status; the negative number of a signal that ended the child."""
     text: str
+    """Why it was refused; of one that passed, what moved the bytes (``transport.read_transport``)."""
 
 
 class Ended(IntEnum):
@@ -93,7 +96,7 @@ def main() -> None:
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    Server(asks, out, sys.argv[1]).run()
+    Server(asks, out, *sys.argv[1:]).run()
 
 
 @dataclass(slots=True)
@@ -105,14 +108,15 @@ class Child:
 
 
 class Server:
-    def __init__(self, asks: FileIO, out: BinaryIO, package: str) -> None:
+    def __init__(self, asks: FileIO, out: BinaryIO, package: str, backend: str) -> None:
         self._asks = asks
+        self._backend = backend
         self._out = out
         self._children: dict[int, Child] = {}
         """Children by the descriptor that is readable when they have ended."""
         self._nixl = import_nixl(package)
         with suppress(Exception):  # A child says what fails.
-            self._nixl.make_agent("warm", progress=False)
+            self._nixl.make_agent("warm", progress=False, backend=backend)
 
     def run(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -149,7 +153,7 @@ class Server:
         if pid == 0:
             for end in (self._asks.fileno(), self._out.fileno(), text):
                 os.close(end)
-            run_trial(self._nixl, trial, write)
+            run_trial(self._nixl, self._backend, trial, write)
         os.close(write)
         descriptor = os.pidfd_open(pid)
         self._children[descriptor] = Child(trial.number, pid, text)
@@ -176,19 +180,21 @@ def import_nixl(package: str) -> ModuleType:
     return importlib.import_module("connector.transfer.nixl_agent")
 
 
-def run_trial(nixl: Any, trial: Trial, out: int) -> None:
+def run_trial(nixl: Any, backend: str, trial: Trial, out: int) -> None:
     """The child. Ends the process."""
     end, text = Ended.NOT_BEGUN, ""
     signal.alarm(TRIAL_S_MAX)
     try:
-        first = nixl.make_agent(f"trial-{os.getpid()}", progress=False)
+        told = tell_transports()
+        first = nixl.make_agent(f"trial-{os.getpid()}", progress=False, backend=backend)
         bound_loading()
         end = Ended.REFUSED
         for number, (content, rank) in enumerate(product(FREED_CONTENTS, trial.ranks)):
             fill_freed_memory(content)
-            agent = nixl.make_agent(f"trial-{os.getpid()}-{number}", progress=False) if number else first
-            load_and_read(nixl, agent, rank)
-        end = Ended.PASSED
+            name = f"trial-{os.getpid()}-{number}"
+            agent = nixl.make_agent(name, progress=False, backend=backend) if number else first
+            load_and_read(nixl, backend, agent, rank)
+        end, text = Ended.PASSED, read_transport(told())
     except BaseException as error:
         is_memory = isinstance(error.__cause__, MemoryError) or isinstance(error, MemoryError)
         end, text = Ended.TOO_LARGE if is_memory and end is Ended.REFUSED else end, str(error)
@@ -204,16 +210,16 @@ def fill_freed_memory(content: int) -> None:
     ctypes.CDLL(None).mallopt(M_PERTURB, content)
 
 
-def load_and_read(nixl: Any, agent: Any, rank: TrialRank) -> None:
+def load_and_read(nixl: Any, backend: str, agent: Any, rank: TrialRank) -> None:
     """As an engine does. Raises TransferFailed if NIXL refuses the metadata, has no memory there of that kind, or
     brings no bytes: a read that fails may end an engine, which would not keep the connection anyway.
     """
-    peer = nixl.load(agent, rank.metadata)
+    peer = nixl.load(agent, rank.metadata, backend)
     if not rank.pieces:
         return
     scratch = np.zeros(max(length for _, length, _ in rank.pieces), dtype=np.uint8)
     region = Region(scratch.ctypes.data, len(scratch), "cpu", 0)
-    reading = nixl.ReadAgent(agent, nixl.register(agent, [region]), peer)
+    reading = nixl.ReadAgent(agent, nixl.register(agent, [region], backend), peer, backend)
     remote: Spans = np.array(rank.pieces, np.uint64)
     local = np.array([(region.base, length, 0) for _, length, _ in rank.pieces], np.uint64)
     with failing("reading"):

@@ -204,7 +204,7 @@ class Worker:
             self._opens.append(exchange.open)
             self._follows.append(exchange.follow)
         if exchange is not None and record.role is not Role.STORE:  # A store cannot generate, so it runs no self-test.
-            speeds = ReadSpeeds(exchange.measure_read, registration)
+            speeds = ReadSpeeds(exchange.measure_read, registration, exchange.way_from)
             settled, measure, digest = exchange.peers.settled, speeds.measure, exchange.digest
             self_tests = SelfTestHandler(service.bus, service.clock, engine, identity, settled, measure, digest)
             self._prober = Prober(worker_id, exchange.peers, self_tests, lends=engine.facts.prefix_caching)
@@ -379,7 +379,7 @@ def make_exchange(service: Service, engine: Engine, identity: Identity) -> Worke
     if engine.exchange is None:
         return None
     own = engine.facts.fingerprint
-    exchange = WorkerExchange(service.bus, service.clock, identity, engine.exchange, own.base_key())
+    exchange = WorkerExchange(service.bus, service.clock, identity, engine.exchange, own)
     exchange.peers.set_weights(own.weights)
     return exchange
 

@@ -10,7 +10,7 @@ import msgspec
 
 from services.worker.engines.simulated.core.settings import SimulatedProfile, read_profile
 from shared.contracts.ids import ALIAS_RULE, is_model_alias
-from shared.contracts.workers import Role
+from shared.contracts.workers import USUAL_BACKEND, Role
 
 TINY_MODEL = "baton-tiny"
 """A random model that the worker makes itself (see ``services.worker.tiny_model``)."""
@@ -158,6 +158,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     connector: Literal["baton", "upstream"] = "baton"
     """What moves KV between vLLM engines: baton, Baton's KV exchange, or upstream, vLLM's NixlConnector. Change it when
     you compare the two.
+    """
+    kv_backend: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_]{1,32}$")] = USUAL_BACKEND
+    """NIXL's plug-in that moves KV between workers, equal on all workers of a model: UCX (shared memory, TCP, RDMA,
+    NVLink), LIBFABRIC (EFA), or another one that NIXL has here. Change it when the network needs another one.
     """
     kv_host: str = ""
     """Address at which other workers reach this one. Empty: the address from which it reaches NATS. On loopback the

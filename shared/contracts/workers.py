@@ -110,6 +110,15 @@ class HashScheme(Message, frozen=True, kw_only=True):
         return max(0, whole) // self.align * self.align if self.boundaries else max(0, whole)
 
 
+USUAL_BACKEND = "UCX"
+"""The NIXL plug-in that moves KV unless operators choose another one."""
+
+
+def with_backend(connector: str, backend: str) -> str:
+    """``Fingerprint.connector`` of workers whose KV this plug-in moves."""
+    return connector if backend == USUAL_BACKEND else f"{connector}/{backend}"
+
+
 class Fingerprint(Message, frozen=True, kw_only=True):
     """Two workers exchange KV only when their fingerprints are equal."""
 
@@ -121,12 +130,20 @@ class Fingerprint(Message, frozen=True, kw_only=True):
     kv_layout: str
     """Cache layout and CPU ISA or GPU backend."""
     connector: str
-    """Connector name and version."""
+    """Connector name and version, then what moves bytes, and its version; then NIXL's plug-in if it is another than
+    ``USUAL_BACKEND``. They are separated by slashes.
+    """
     engine_version: str
     options: str = ""
     """Further options that change KV or tokens, as ``name=value`` or ``name=digest``, separated by spaces."""
     weights: str = ""
     """Which update gave the engine its weights, in place; empty: they are those of its start."""
+
+    @property
+    def kv_backend(self) -> str:
+        """NIXL's plug-in that moves KV, where NIXL does."""
+        _connector, _nixl, *chosen = [*self.connector.split("/", 2), ""]
+        return (chosen and chosen[0]) or USUAL_BACKEND
 
     def key(self) -> str:
         """The fingerprint as one string."""
@@ -177,6 +194,10 @@ class KvReadSpeed(Message, frozen=True, kw_only=True):
     bytes_per_s: int
     """The best of a few reads."""
     memory: KvMemory
+    way: str = ""
+    """What moved the bytes: NIXL's plug-in and, for UCX between host memories, the transport that a process on the
+    reader's host chose. Empty: unknown.
+    """
 
 
 class WorkerRecord(Message, frozen=True, kw_only=True):

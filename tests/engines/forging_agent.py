@@ -18,8 +18,8 @@ from tests.engines.forged_reads import FORGERY_FILE, Forgery, Spoiling
 class ForgingAgent(NixlAgent):
     """A read's spans are pieces of blocks, each of one layer's memory or of adjacent blocks of it."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
+    def __init__(self, name: str, *, backend: str) -> None:
+        super().__init__(name, backend=backend)
         self._spoiling = Spoiling(Path(os.environ[FORGERY_FILE]))
         self._reads: dict[int, tuple[Forgery, Spans]] = {}
         """What to do with the reads under way, and their destinations, by their handles' identity."""

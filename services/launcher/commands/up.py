@@ -30,8 +30,8 @@ MODEL = "model"
 REPEATED = ("aliases", "attach")
 """Options of which all values count; of the others the last one does."""
 OF_EACH_MODEL = (
-    MODEL, *REPEATED, "prefill", "decode", "both", "host_memory", "store", "attach_key_file", "connector", "kv_cache",
-    "engine_args", "gpus_per_worker", "gpus_per_prefill", "gpus_per_decode", "pipeline", "pipeline_prefill",
+    MODEL, *REPEATED, "prefill", "decode", "both", "host_memory", "store", "attach_key_file", "connector", "kv_backend",
+    "kv_cache", "engine_args", "gpus_per_worker", "gpus_per_prefill", "gpus_per_decode", "pipeline", "pipeline_prefill",
     "pipeline_decode", "data_parallel", "data_parallel_prefill", "data_parallel_decode", "workers_min", "workers_max",
     "sleep_after",
 )  # fmt: skip
@@ -107,6 +107,9 @@ AttachKeyFile = Annotated[
 ]
 Connector = Annotated[
     list[ConnectorKind] | None, option(MODEL_PANEL, "KV connector: Baton's, or vLLM's NixlConnector.", "baton")
+]
+KvBackend = Annotated[
+    list[str] | None, option(MODEL_PANEL, "NIXL's plug-in that moves KV, such as LIBFABRIC.", "UCX", metavar="NAME")
 ]
 KvCache = Annotated[
     list[str] | None, option(MODEL_PANEL, "KV cache per worker, such as 512M or 8G.", "vLLM's", metavar="SIZE")
@@ -320,6 +323,7 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command
     attach: Attach = None,
     attach_key_file: AttachKeyFile = None,
     connector: Connector = None,
+    kv_backend: KvBackend = None,
     kv_cache: KvCache = None,
     engine_args: EngineArgs = None,
     gpus_per_worker: GpusPerWorker = None,

@@ -236,6 +236,8 @@ def _fingerprints(model: str, records: list[WorkerRecord]) -> Iterator[Finding]:
         todo = "Use the same weights, dtype, vLLM, NIXL and --engine-args, and the same kind of processor."
         if settings := _settings_of_boundaries(differing):
             todo += f" Where prefixes meet, both engines need the same {' and '.join(settings)}."
+        if len({r.fingerprint.kv_backend for r in (first[0], those[0])}) > 1:
+            todo += " NIXL moves KV by one plug-in at both ends: give both workers the same WORKER_KV_BACKEND."
         yield _finding(Level.WARNING if pairs else Level.ERROR, what, f"The difference: {meaning}.{apart}", todo)
 
 
@@ -418,7 +420,9 @@ def about_kv_reads(records: list[WorkerRecord]) -> Iterator[Finding]:
         else:
             fast.append(read.bytes_per_s)
     names = [
-        f"{record.worker_id} from {read.source_id} at {bytes_per_second(read.bytes_per_s)}" for record, read in pairs
+        f"{record.worker_id} from {read.source_id} at {bytes_per_second(read.bytes_per_s)}"
+        + (f" ({read.way})" if read.way else "")
+        for record, read in pairs
     ]
     if fast and len(fast) == len(pairs):
         yield _finding(Level.OK, f"KV self-tests read {named(names)}")
@@ -427,7 +431,8 @@ def about_kv_reads(records: list[WorkerRecord]) -> Iterator[Finding]:
 def _slow(record: WorkerRecord, read: KvReadSpeed) -> Finding:
     memory = "GPU" if read.memory is KvMemory.CUDA else "host"
     speed = bytes_per_second(read.bytes_per_s)
-    what = f"{record.worker_id} reads KV from {read.source_id} at {speed}, slow for {memory} memory."
+    over = f" over {read.way}" if read.way else ""
+    what = f"{record.worker_id} reads KV from {read.source_id}{over} at {speed}, slow for {memory} memory."
     why, todo = (CUDA_WHY, CUDA_TODO) if read.memory is KvMemory.CUDA else (CPU_WHY, CPU_TODO)
     return _finding(Level.WARNING, what, why, todo)
 

@@ -99,6 +99,8 @@ class ModelTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     kv_cache: str = ""
     """Size of the KV cache of each worker, such as ``8G``."""
     connector: Literal["baton", "upstream", ""] = ""
+    kv_backend: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_]{0,32}$")] = ""
+    """NIXL's plug-in that moves KV between its workers, such as ``LIBFABRIC``; empty: UCX."""
     engine_args: str = ""
 
 
@@ -225,6 +227,7 @@ def _model_options(fleet: Fleet, host: HostTable, model: str) -> ModelOptions:
         attach=tuple(row.attach for row in of_model if row.attach for _ in range(row.count)),
         attach_key_file=next((row.attach_key_file for row in of_model if row.attach_key_file), ""),
         connector=table.connector,
+        kv_backend=table.kv_backend,
         kv_cache_bytes=parse_bytes(table.kv_cache) if table.kv_cache else 0,
         engine_args=table.engine_args,
         gpus_per_worker=gpus[Role.BOTH],

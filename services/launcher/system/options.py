@@ -54,6 +54,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     """File with the API key for these servers."""
     connector: Literal["baton", "upstream", ""] = ""
     """KV connector of vLLM engines; empty: the worker's default."""
+    kv_backend: str = ""
+    """NIXL's plug-in that moves KV between workers; empty: the worker's default."""
     kv_cache_bytes: int = 0
     engine_args: str = ""
     gpus_per_worker: int = 1

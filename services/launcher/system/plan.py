@@ -402,6 +402,7 @@ def worker_settings(options: UpOptions, model: ModelOptions, base: Mapping[str, 
         "WORKER_MODEL": model.model,
         "WORKER_ALIASES": ",".join(model.aliases),
         "WORKER_CONNECTOR": model.connector,
+        "WORKER_KV_BACKEND": model.kv_backend,
         "WORKER_KV_CACHE_BYTES": str(model.kv_cache_bytes) if model.kv_cache_bytes else "",
         "WORKER_ENGINE_ARGS": model.engine_args,
     }

@@ -55,6 +55,7 @@ def record_fault(record: WorkerRecord) -> str:
         return f"a name in it is empty, or longer than {NAME_CHARS_MAX} characters"
     texts = [record.engine, record.host, record.note, hashing.algorithm, hashing.seed, of.key()]
     texts += [one.hashed_as for one in record.adapters] + (record.listens or [])
+    texts += [one.way for one in record.kv_reads]
     if any(len(text) > TEXT_CHARS_MAX for text in texts):
         return f"a text in it is longer than {TEXT_CHARS_MAX} characters"
     return _boundaries_fault(hashing)

@@ -20,7 +20,7 @@ from shared.bus.port import Bus, BusError, Envelope, watch_store
 from shared.contracts.channels import KV_HANDSHAKE, WORKER_LOST, WORKER_RECORDS
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import AskKvHandshake, KvHandshake
-from shared.contracts.workers import WorkerLost, WorkerPhase, WorkerRecord
+from shared.contracts.workers import Fingerprint, WorkerLost, WorkerPhase, WorkerRecord
 from shared.runtime.clock import Clock
 
 PEERS_MAX = 1024
@@ -57,15 +57,20 @@ class Known:
     """Whether the engine knows the peer."""
     connecting_since: float = -math.inf
     """When the engine began to connect to it; minus infinity: it has ended."""
+    transport: str = ""
+    """See ``Verdict.transport``."""
 
 
 class PeerTable:
     """Pure: records and handshakes in, engine calls out. Times are on this machine's clock."""
 
-    def __init__(self, worker_id: WorkerId, fingerprint: str) -> None:
-        """``fingerprint``: ``Fingerprint.base_key``. Engines stay connected while their weights change."""
+    def __init__(self, worker_id: WorkerId, own: Fingerprint) -> None:
+        """``own``: the worker's fingerprint, of which the ``base_key`` counts: engines stay connected while their
+        weights change.
+        """
         self._worker_id = worker_id
-        self._fingerprint = fingerprint
+        self._own = own
+        self._fingerprint = own.base_key()
         self._weights = ""
         self._known: dict[WorkerId, Known] = {}
         self.revision = 0
@@ -109,6 +114,18 @@ class PeerTable:
             self._known[record.worker_id] = Known(record.epoch, due_at=not_before, not_before=not_before)
         return gone
 
+    def apart(self, record: WorkerRecord) -> str:
+        """Why it is no peer, though it serves the same model: it moves KV in another way. Empty: it may be one."""
+        ours, theirs = self._own, record.fingerprint
+        if record.phase not in EXCHANGING or (ours.model, ours.revision) != (theirs.model, theirs.revision):
+            return ""
+        if ours.kv_backend == theirs.kv_backend:
+            return ""
+        return (
+            f"no KV moves between it and this worker: it has WORKER_KV_BACKEND={theirs.kv_backend}, this one "
+            f"{ours.kv_backend}. Give both the same one"
+        )
+
     def missing(self, worker_id: WorkerId, now: float) -> None:
         self._set_record(worker_id, None)
         if known := self._known.get(worker_id):
@@ -140,7 +157,7 @@ class PeerTable:
         return chosen
 
     def answered(
-        self, worker_id: WorkerId, handshake: KvHandshake, requested_at: float, now: float
+        self, worker_id: WorkerId, handshake: KvHandshake, requested_at: float, now: float, transport: str = ""
     ) -> tuple[list[Peer], list[PeerGone]]:
         """A handshake arrived. One of an earlier epoch, or of another worker, counts as a failure."""
         known = self._known.get(worker_id)
@@ -158,6 +175,7 @@ class PeerTable:
             missing_since=known.missing_since,
             connected=True,
             connecting_since=now if is_new else known.connecting_since,
+            transport=transport,
         )
         # The peer read its clock after the ask was sent: with a later time here the bound would be too small.
         return [Peer(handshake=handshake, clock_ahead_s=handshake.clock_s - requested_at)], gone
@@ -181,6 +199,11 @@ class PeerTable:
             known.connected = False
             known.connecting_since = -math.inf
             known.due_at = known.not_before = now + RECONNECT_S
+
+    def transport_from(self, worker_id: WorkerId) -> str:
+        """What moves bytes from there. Empty: unknown."""
+        known = self._known.get(worker_id)
+        return known.transport if known is not None else ""
 
     def is_settled(self, worker_id: WorkerId, now: float) -> bool:
         """Whether the engine has connected to it, or cannot for now."""
@@ -271,6 +294,8 @@ class PeerWatch:
         self._listeners: list[Callable[[], None]] = []
         self._notified_revision = 0
         """Revision of the records that the listeners know."""
+        self._apart: dict[WorkerId, Epoch] = {}
+        """Workers of which the log says why they are no peers."""
 
     @property
     def records(self) -> list[WorkerRecord]:
@@ -326,6 +351,10 @@ class PeerWatch:
         finally:
             self._waiting.discard(changed)
 
+    def transport_from(self, worker_id: WorkerId) -> str:
+        """What moves bytes from there. Empty: unknown."""
+        return self._table.transport_from(worker_id)
+
     def connecting(self) -> list[WorkerId]:
         """Peers that the engine is connecting to."""
         return self._table.connecting(self._clock.now())
@@ -365,9 +394,18 @@ class PeerWatch:
             if entry.value is None:
                 self._table.missing(WorkerId(entry.key), self._clock.now())
             else:
+                self._note_apart(entry.value)
                 self._end(self._table.record(entry.value, self._clock.now()))
             self._wake()
             self._notify_listeners()
+
+    def _note_apart(self, record: WorkerRecord) -> None:
+        """Log once for each process, as records are written every few seconds."""
+        if (why := self._table.apart(record)) and self._apart.get(record.worker_id) != record.epoch:
+            if len(self._apart) >= PEERS_MAX:
+                del self._apart[next(iter(self._apart))]
+            self._apart[record.worker_id] = record.epoch
+            log.warning("%s serves the same model, but %s", record.worker_id, why)
 
     async def _ask(self, worker_id: WorkerId) -> None:
         requested_at = self._clock.now()
@@ -394,7 +432,8 @@ class PeerWatch:
             log.warning("the engine cannot connect to %s to read its KV: %s", worker_id, verdict.why)
             self._table.failed(worker_id, self._clock.now(), RECONNECT_S)
         else:
-            peers, gone = self._table.answered(worker_id, handshake, requested_at, self._clock.now())
+            now, transport = self._clock.now(), verdict.transport
+            peers, gone = self._table.answered(worker_id, handshake, requested_at, now, transport)
             self._end(gone)
             if peers:
                 self._tell(EngineCall(peers=peers))

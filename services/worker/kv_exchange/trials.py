@@ -47,13 +47,15 @@ class Outcome(Enum):
 class Verdict(NamedTuple):
     outcome: Outcome
     why: str = ""
+    transport: str = ""
+    """What moves bytes from there, if UCX does and could say it."""
 
 
 PASSED = Verdict(Outcome.PASSED)
 
 
-def trial_command(nixl_package: str) -> tuple[str, ...]:
-    return sys.executable, "-m", "connector.transfer.trial", nixl_package
+def trial_command(nixl_package: str, backend: str) -> tuple[str, ...]:
+    return sys.executable, "-m", "connector.transfer.trial", nixl_package, backend
 
 
 class Trials:
@@ -129,7 +131,7 @@ def _pieces(rank: KvRank) -> Iterator[tuple[int, int, int]]:
 
 def _verdict(ended: TrialEnded) -> Verdict:
     if ended.status == Ended.PASSED:
-        return PASSED
+        return Verdict(Outcome.PASSED, transport=ended.text)
     if ended.status == Ended.REFUSED:
         return Verdict(Outcome.REFUSED, ended.text)
     if ended.status == Ended.TOO_LARGE:

@@ -33,6 +33,7 @@ from shared.contracts.channels import KV_FETCH, KV_HANDSHAKE
 from shared.contracts.ids import Epoch, LegId, WorkerId
 from shared.contracts.inference import LegKind, StartLeg
 from shared.contracts.kv_exchange import AskKvHandshake, KvExchangeState, KvHandshake, ReleaseKv
+from shared.contracts.workers import Fingerprint
 from shared.runtime.clock import Clock
 
 log = logging.getLogger("baton.worker")
@@ -45,7 +46,7 @@ EXPIRY_MARGIN_S = 0.01
 class WorkerExchange:
     """Construct it on a running event loop."""
 
-    def __init__(self, bus: Bus, clock: Clock, identity: Identity, engine: EngineExchange, fingerprint: str) -> None:
+    def __init__(self, bus: Bus, clock: Clock, identity: Identity, engine: EngineExchange, own: Fingerprint) -> None:
         self.state = KvExchangeState()
         """State that the engine reported last."""
         self._copies = 0, 0
@@ -60,8 +61,9 @@ class WorkerExchange:
         self._fetches = FetchHandler(self._calls)
         self._measured = Awaited[ReadMeasured]()
         self._digested = Awaited[LeaseDigested]()
-        table = PeerTable(identity.worker_id, fingerprint)
-        self._trials = Trials(trial_command(engine.nixl_package)) if engine.nixl_package else None
+        table = PeerTable(identity.worker_id, own)
+        self._backend = own.kv_backend if engine.nixl_package else ""
+        self._trials = Trials(trial_command(engine.nixl_package, self._backend)) if self._backend else None
         self.peers = PeerWatch(bus, clock, identity.worker_id, table, self._handler.tell_engine, self._try_peer)
         engine.on_notifications(self._on_notifications)
 
@@ -154,6 +156,10 @@ class WorkerExchange:
         digest_id = uuid.uuid4().hex
         order = DigestLease(digest_id=digest_id, lease_id=lease_id)
         return await self._digested.result(digest_id, lambda: self._calls.add(EngineCall(digests=[order])))
+
+    def way_from(self, worker_id: WorkerId) -> str:
+        """See ``KvReadSpeed.way``."""
+        return f"{self._backend} {self.peers.transport_from(worker_id)}".strip()
 
     def refuse_fetches(self) -> None:
         """For a worker that drains."""

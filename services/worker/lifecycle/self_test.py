@@ -573,10 +573,15 @@ class ReadSpeeds:
     """
 
     def __init__(
-        self, measure: Callable[[WorkerId, Epoch], Awaitable[ReadMeasured]], registration: Registration
+        self,
+        measure: Callable[[WorkerId, Epoch], Awaitable[ReadMeasured]],
+        registration: Registration,
+        way_from: Callable[[WorkerId], str],
     ) -> None:
+        """``way_from``: see ``KvReadSpeed.way``."""
         self._measure = measure
         self._registration = registration
+        self._way_from = way_from
         self._one_at_a_time = asyncio.Lock()
         self._waiting = 0
 
@@ -595,15 +600,14 @@ class ReadSpeeds:
         if measured.failure:
             log.info("the speed of reads from %s is not known: %s", source, measured.failure)
             return
-        log.info("reads KV from %s at %s", source, bytes_per_second(measured.bytes_per_s))
-        record = self._registration.record
-        listed = updated(record.kv_reads, source, measured)
+        record, way = self._registration.record, self._way_from(source)
+        log.info("reads KV from %s at %s%s", source, bytes_per_second(measured.bytes_per_s), f" ({way})" if way else "")
+        listed = updated(record.kv_reads, source, measured, way)
         await self._registration.update(msgspec.structs.replace(record, kv_reads=listed))
 
 
-def updated(listed: list[KvReadSpeed], source: WorkerId, measured: ReadMeasured) -> list[KvReadSpeed]:
+def updated(listed: list[KvReadSpeed], source: WorkerId, measured: ReadMeasured, way: str) -> list[KvReadSpeed]:
     """With the new speed, oldest first; at most KV_SPEEDS_MAX."""
-    new = KvReadSpeed(
-        source_id=source, bytes_per_s=min(KV_SPEED_MAX, int(measured.bytes_per_s)), memory=measured.memory
-    )
+    speed = min(KV_SPEED_MAX, int(measured.bytes_per_s))
+    new = KvReadSpeed(source_id=source, bytes_per_s=speed, memory=measured.memory, way=way)
     return [*(one for one in listed if one.source_id != source), new][-KV_SPEEDS_MAX:]

@@ -104,10 +104,9 @@ def adapters_differ() -> dict[str, object]:
     return {"records": [msgspec.structs.replace(one, adapters=[adapter("sql", digest)]) for one, digest in pairs]}
 
 
-def reading(bytes_per_s: float, memory: str = "cuda", source: str = "p1") -> dict[str, object]:
-    return changed_record(
-        kv_reads=[KvReadSpeed(source_id=WorkerId(source), bytes_per_s=int(bytes_per_s), memory=KvMemory(memory))]
-    )
+def reading(bytes_per_s: float, memory: str = "cuda", source: str = "p1", way: str = "") -> dict[str, object]:
+    speed, of = int(bytes_per_s), KvMemory(memory)
+    return changed_record(kv_reads=[KvReadSpeed(source_id=WorkerId(source), bytes_per_s=speed, memory=of, way=way)])
 
 
 def reports(first: HeardLoad) -> dict[str, object]:
@@ -354,6 +353,22 @@ def test_the_speed_of_kv_reads_is_told(speed, memory):
     assert f"KV self-tests read d1 from p1 at {speed / 1e9:.2g} GB/s" in [
         one.what for one in found(installation(), there)
     ]
+
+
+@pytest.mark.parametrize(("speed", "told"), [(1.5e9, "at 1.5 GB/s (UCX cma/memory)"), (1e8, "over UCX cma/memory at")])
+def test_what_moved_the_kv_is_told_with_its_speed(speed: float, told: str):
+    there = system(**reading(speed, "cpu", way="UCX cma/memory"))
+
+    assert any(told in one.what for one in found(installation(), there))
+
+
+def test_workers_with_different_plug_ins_are_told_what_to_change():
+    one, two = system().records
+    other = msgspec.structs.replace(two.fingerprint, connector="baton-2/nixl-1.5.1/LIBFABRIC")
+    (it,) = faults(installation(), system(records=[one, msgspec.structs.replace(two, fingerprint=other)]))
+
+    assert "cannot exchange KV: connector is" in it.what
+    assert it.todo.endswith("give both workers the same WORKER_KV_BACKEND.")
 
 
 @pytest.mark.parametrize(

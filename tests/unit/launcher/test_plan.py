@@ -169,6 +169,13 @@ def test_the_connector_option_overrides_the_workers_default():
     }
 
 
+def test_all_workers_of_a_model_move_kv_by_one_plug_in():
+    workers = [*plan(kv_backend="LIBFABRIC", store=1).stage(Stage.WORKERS)]
+
+    assert [worker.env["WORKER_KV_BACKEND"] for worker in workers] == ["LIBFABRIC"] * 3
+    assert all("WORKER_KV_BACKEND" not in worker.env for worker in plan().stage(Stage.WORKERS))
+
+
 def test_workers_that_share_a_gpu_share_its_memory_too():
     options = options_of(engine_args="--max-num-seqs 8")
 

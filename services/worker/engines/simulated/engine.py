@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from services.worker.engines.adapters import LoadedAdapters
+from services.worker.engines.backends import check_backend
 from services.worker.engines.port import (
     Engine,
     EngineDead,
@@ -27,7 +28,7 @@ from services.worker.engines.simulated.core.batch import RequestParams, Sequence
 from services.worker.engines.simulated.core.engine_core import EngineCore
 from services.worker.engines.simulated.core.settings import SimulationSettings, tokens_max
 from services.worker.engines.simulated.jobs import JobMaker, SimulatedRenderer, engine_tokens
-from services.worker.engines.simulated.kv_exchange import POLL_S, SimulatedExchange, open_mover
+from services.worker.engines.simulated.kv_exchange import POLL_S, SimulatedExchange, nixl_package_of, open_mover
 from services.worker.engines.simulated.model import (
     SimulatedAdapters,
     SimulatedModel,
@@ -53,6 +54,8 @@ async def start_engine(
     directory, revision = await asyncio.to_thread(find_model, settings, Path(common.cache_dir))
     model = SimulatedModel(directory=directory, names=settings.model_names, revision=settings.revision or revision)
     simulation = simulation_settings(settings, identity.epoch)
+    if simulation.transfer == "nixl":
+        await check_backend(nixl_package_of("nixl"), settings.kv_backend)
     return await open_simulated_engine(simulation, model, legs_max=settings.legs_max)
 
 
@@ -78,6 +81,7 @@ def simulation_settings(settings: Settings, epoch: int = 0) -> SimulationSetting
         worker_id=settings.worker_id,
         epoch=epoch,
         host=settings.kv_address,
+        kv_backend=settings.kv_backend,
         kv_lease_s=settings.kv_lease_s,
         block_size=settings.block_tokens,
         kv_blocks=kv_blocks,

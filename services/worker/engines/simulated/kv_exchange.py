@@ -266,7 +266,7 @@ def open_mover(core: EngineCore, fingerprint: str, clock: Callable[[], float]) -
     if settings.transfer == "nixl":
         from connector.transfer.nixl_agent import NixlAgent  # A machine for simulated workers may have no NIXL.
 
-        return threaded_mover(core, NixlAgent(name), fingerprint, clock)
+        return threaded_mover(core, NixlAgent(name, backend=settings.kv_backend), fingerprint, clock)
     if settings.transfer == "tcp":
         return threaded_mover(core, TcpAgent(name, settings.host), fingerprint, clock)
     return direct_mover(core, THIS_PROCESS.agent(name), fingerprint, clock)

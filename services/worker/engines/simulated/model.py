@@ -29,7 +29,7 @@ from services.worker.settings import Settings
 from services.worker.tiny_model import TINY_MODEL, ensure_tiny_tokenizer, tiny_revision
 from shared.contracts.engine_paths import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from shared.contracts.request_body import joined
-from shared.contracts.workers import ADAPTERS_MAX, Fingerprint
+from shared.contracts.workers import ADAPTERS_MAX, USUAL_BACKEND, Fingerprint, with_backend
 from shared.third_party import CONTAINED
 
 TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
@@ -54,7 +54,9 @@ def facts_of(settings: SimulationSettings, model: SimulatedModel, legs_max: int)
         dtype="simulated",
         block_size=settings.block_size,
         kv_layout=f"simulated-{settings.groups}-{settings.kv_bytes_per_token}",
-        connector=f"baton-{PROTOCOL_VERSION}/simulated",
+        connector=with_backend(
+            f"baton-{PROTOCOL_VERSION}/simulated", settings.kv_backend if settings.transfer == "nixl" else USUAL_BACKEND
+        ),
         # Block contents are computed with Python's ``hash``, which may differ between versions.
         engine_version=f"simulated-1-python{sys.version_info.major}.{sys.version_info.minor}",
     )

@@ -17,6 +17,7 @@ from typing import Any
 
 from connector.holder.holder import HolderSettings
 from connector.messages import EngineCall, EngineNotification
+from services.worker.engines.backends import check_backend
 from services.worker.engines.port import (
     AsgiMessage,
     Engine,
@@ -24,6 +25,7 @@ from services.worker.engines.port import (
     EngineExchange,
     EngineFacts,
     EngineLoad,
+    EngineRefused,
     EngineTokens,
     Identity,
     KvEventFeed,
@@ -322,6 +324,9 @@ async def start_store(
     partner = await find_partner(bus, identity.worker_id, model)
     folder = folder_of(common, identity)
     transfer = transfer_of(settings, partner.record.engine)
+    if transfer == "nixl":
+        check_same_backend(settings.kv_backend, partner.record)
+        await check_backend(nixl_package_of(transfer), settings.kv_backend)
     options = StoreOptions(
         partner=partner,
         model=partner.record.models[0] if partner.record.models else model,
@@ -333,9 +338,18 @@ async def start_store(
         nixl_package=nixl_package_of(transfer),
     )
     report(f"opening {folder}" if options.files_bytes else "allocating memory")
-    store = await open_store(options, mover_of(transfer, settings.kv_address))
+    store = await open_store(options, mover_of(transfer, settings.kv_address, settings.kv_backend))
     store.end_after(wait_until_orphaned(bus, partner.record.fingerprint.key(), model))
     return store
+
+
+def check_same_backend(backend: str, partner: WorkerRecord) -> None:
+    """Raises EngineRefused."""
+    if (theirs := partner.fingerprint.kv_backend) != backend:
+        raise EngineRefused(
+            f"WORKER_KV_BACKEND={backend}: the worker {partner.worker_id}, whose KV this store is for, has {theirs}. "
+            "NIXL moves KV by one plug-in at both ends: give both the same one"
+        )
 
 
 async def open_store(options: StoreOptions, make_mover: MoverOf) -> StoreEngine:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 
 from connector.layout.routes import ReaderRank
@@ -68,12 +69,14 @@ def transfer_of(settings: Settings, engine: str) -> str:
     return transfer
 
 
-def mover_of(transfer: str, host: str) -> MoverOf:
-    """The mover for workers that move KV in that way. Raises ValueError for one that a store cannot use."""
+def mover_of(transfer: str, host: str, backend: str) -> MoverOf:
+    """The mover for workers that move KV in that way, with NIXL by that plug-in. Raises ValueError for a way that a
+    store cannot use.
+    """
     if transfer == "nixl":
         from connector.transfer.nixl_agent import NixlAgent  # a machine for simulated workers may have no NIXL
 
-        return threaded(NixlAgent)
+        return threaded(partial(NixlAgent, backend=backend))
     if transfer == "tcp":
         from services.worker.engines.simulated.kv_exchange import TcpAgent
 

@@ -128,7 +128,7 @@ def _kv_transfer(settings: Settings, *, on_cpu: bool) -> dict[str, object]:
     if settings.connector == "baton":
         module = "services.worker.engines.vllm.engine_process"
         return {"kv_connector": OWN_CONNECTOR, "kv_connector_module_path": module, **common}
-    extra: dict[str, object] = {"kv_lease_duration": round(settings.kv_lease_s)}
+    extra: dict[str, object] = {"backends": [settings.kv_backend], "kv_lease_duration": round(settings.kv_lease_s)}
     if on_cpu:
         extra["num_threads"] = 0  # NIXL's own threads would take cores from the model.
     module = "services.worker.engines.vllm.upstream_connector"

@@ -25,6 +25,7 @@ from connector.messages import EngineCall
 from connector.scheduler.grant_socket import new_socket_path
 from connector.transfer.threads import in_daemon_thread
 from services.worker.engines.adapters import AdapterRefused, LoadedAdapters
+from services.worker.engines.backends import check_backend
 from services.worker.engines.port import (
     Engine,
     EngineDead,
@@ -117,6 +118,7 @@ async def start_engine(
     try:
         report("importing vLLM")
         await import_engine(launch)
+        await check_backend(nixl_package_of_torch(), settings.kv_backend)
         return await _start(launch, report, followers)
     except BaseException:
         if followers is not None:
@@ -141,6 +143,15 @@ async def import_engine(launch: Launch) -> None:
         rank_host=_rank_host(settings),
     )
     await in_daemon_thread("start-engine", _import_vllm)
+
+
+def nixl_package_of_torch() -> str:
+    """The package that ``nixl`` stands for in the engine's process."""
+    import torch
+
+    from services.worker.engines.vllm.kv_exchange import nixl_package
+
+    return nixl_package(torch.version.cuda)
 
 
 def _rank_host(settings: Settings) -> str:
@@ -338,7 +349,7 @@ def _configuration(launch: Launch, args: Any, notifications: str) -> tuple[Any, 
         log.info("for this model: %s", text)
     for text in untested(config):
         log.warning("Baton was not tested with %s", text)
-    fingerprinted = fingerprint(config)
+    fingerprinted = fingerprint(config, launch.settings.kv_backend)
     configure_connector(
         config,
         launch.settings,

@@ -14,7 +14,7 @@ from vllm.platforms import current_platform
 
 from connector.layout.tensors import PROTOCOL_VERSION
 from services.worker.engines.vllm.arguments import OWN_CONNECTOR
-from shared.contracts.workers import Fingerprint
+from shared.contracts.workers import USUAL_BACKEND, Fingerprint, with_backend
 
 SAMPLE_BYTES = 64 * 1024
 """Size of the samples at the head, the middle and the tail of each weight file: enough to tell two models apart
@@ -26,9 +26,9 @@ VOLATILE_KEYS = ("_name_or_path", "_commit_hash", "transformers_version")
 """Keys of a model's configuration that say where it came from, not what the model computes."""
 
 
-def fingerprint(config: Any) -> Fingerprint:
+def fingerprint(config: Any, backend: str = USUAL_BACKEND) -> Fingerprint:
     """From vLLM's resolved configuration, which has the operator's arguments applied. LoRA adapters do not belong here:
-    the hashes of their blocks name their files.
+    the hashes of their blocks name their files. ``backend``: NIXL's plug-in.
     """
     model = config.model_config
     return Fingerprint(
@@ -37,7 +37,7 @@ def fingerprint(config: Any) -> Fingerprint:
         dtype=str(model.dtype).removeprefix("torch."),
         block_size=0,  # The engine chooses it, and the tokens of a block hash, while it starts.
         kv_layout=kv_layout(config),
-        connector=connector(config),
+        connector=with_backend(connector(config), backend),
         engine_version=f"vllm-{vllm.__version__}",
         options=options(config),
     )

@@ -174,6 +174,7 @@ def test_a_file_with_one_host_needs_no_address():
         ("gpus = [2, 3]", "gpus = [2]\ncores = [1]", "[[host]] 'two' cores: workers run on gpus or on cores"),
         ('role = "both"', 'role = "bot"', "[[host]] 'two' workers: 'bot' is not a value of role; did you mean 'both'?"),
         ('aliases = ["chat"]', 'connector = "nixl"', "[[model]] 'A' 'nixl' is not a value of connector; known: baton,"),
+        ('aliases = ["chat"]', 'kv_backend = "U CX"', "[[model]] 'A' kv_backend: Expected `str` matching regex"),
         ("[nats]", 'engine = "sglang"\n[nats]', "'sglang' is not a value of engine; known: vllm, simulated"),
         ('model = "B", role', 'modl = "B", role', "[[host]] 'two' workers: 'modl' is not a key here"),
         ('model = "B", role', "role", "[[host]] 'two' workers: model is missing; name one of A, B"),

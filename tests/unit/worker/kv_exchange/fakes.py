@@ -94,7 +94,7 @@ class OneWorker:
         self.bus = MemoryBus(where) if isinstance(where, MemoryHub) else where
         self.engine = FakeExchange(worker_id, epoch, nixl_package=nixl_package)
         identity = Identity(self.worker_id, self.epoch)
-        self.exchange = WorkerExchange(self.bus, SystemClock(), identity, self.engine, FINGERPRINT.key())
+        self.exchange = WorkerExchange(self.bus, SystemClock(), identity, self.engine, FINGERPRINT)
 
     async def say(self, phase: WorkerPhase = WorkerPhase.READY) -> None:
         worker_records = await self.bus.key_value_store(WORKER_RECORDS)

@@ -25,7 +25,7 @@ from tests.unit.worker.kv_exchange.fakes import handshake
 
 
 def book() -> PeerTable:
-    return PeerTable("me", FINGERPRINT.key())
+    return PeerTable("me", FINGERPRINT)
 
 
 def connected(worker_id: str = "w1", epoch: int = 1, now: float = 0.0) -> PeerTable:
@@ -38,6 +38,24 @@ def connected(worker_id: str = "w1", epoch: int = 1, now: float = 0.0) -> PeerTa
 
 def gone(worker_id: str = "w1", epoch: int = 1) -> list[PeerGone]:
     return [PeerGone(worker_id=worker_id, epoch=epoch)]
+
+
+@pytest.mark.parametrize(
+    ("other", "is_apart"),
+    [
+        ({"connector": "baton-2/nixl-1.5.1/LIBFABRIC"}, True),
+        ({"connector": "baton-1/nixl-1.5.1"}, False),
+        ({"connector": "baton-2/nixl-1.5.1/LIBFABRIC", "model": "another"}, False),
+        ({"connector": "baton-2/nixl-1.5.1/LIBFABRIC", "revision": "another"}, False),
+    ],
+    ids=["another plug-in", "another version", "another model", "another revision"],
+)
+def test_a_worker_of_the_model_with_another_plug_in_is_told_of(other: dict[str, str], is_apart: bool):
+    its = msgspec.structs.replace(record("w1"), fingerprint=msgspec.structs.replace(FINGERPRINT, **other))
+    why = book().apart(its)
+
+    assert bool(why) == is_apart
+    assert not is_apart or ("WORKER_KV_BACKEND=LIBFABRIC" in why and "UCX" in why)
 
 
 def test_a_ready_worker_is_asked_at_once_and_only_once():

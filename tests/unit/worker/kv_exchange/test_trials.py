@@ -14,7 +14,7 @@ from services.worker.kv_exchange.trials import PIECES_MAX, VERDICTS_MAX, Outcome
 from shared.contracts.kv_exchange import GROUP, KvHandshake, KvLayer, KvPlane, KvRank
 from tests.unit.worker.kv_exchange.fakes import handshake
 
-FAKE = trial_command("tests.support.fake_nixl")
+FAKE = trial_command("tests.support.fake_nixl", "UCX")
 TRIES = len(FREED_CONTENTS)
 SOON_S_MAX = 30.0
 

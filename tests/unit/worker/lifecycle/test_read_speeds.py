@@ -41,6 +41,9 @@ class Engine:
         self.measured += 1
         return self.result
 
+    def way_from(self, source: WorkerId) -> str:
+        return f"UCX to {source}"
+
     @property
     def listed(self) -> list[tuple[str, int, str]]:
         return [(one.source_id, one.bytes_per_s, one.memory) for one in self.registration.record.kv_reads]
@@ -48,18 +51,19 @@ class Engine:
 
 async def test_the_newest_speed_of_each_source_is_published():
     engine = Engine(measured(2.5e9, memory="cuda"))
-    speeds = ReadSpeeds(engine.measure, engine.registration)
+    speeds = ReadSpeeds(engine.measure, engine.registration, engine.way_from)
     await speeds.measure(WorkerId("p1"), Epoch(1))
     engine.result = measured(1e9)
     await speeds.measure(WorkerId("p2"), Epoch(1))
     await speeds.measure(WorkerId("p1"), Epoch(2))
 
     assert engine.listed == [("p2", 10**9, "cpu"), ("p1", 10**9, "cpu")]
+    assert [one.way for one in engine.registration.record.kv_reads] == ["UCX to p2", "UCX to p1"]
 
 
 async def test_a_failed_measurement_changes_nothing():
     engine = Engine(measured())
-    speeds = ReadSpeeds(engine.measure, engine.registration)
+    speeds = ReadSpeeds(engine.measure, engine.registration, engine.way_from)
     await speeds.measure(WorkerId("p1"), Epoch(1))
     engine.result = measured(failure="not connected")
     await speeds.measure(WorkerId("p1"), Epoch(1))
@@ -69,7 +73,7 @@ async def test_a_failed_measurement_changes_nothing():
 
 async def test_the_list_is_bounded():
     engine = Engine(measured())
-    speeds = ReadSpeeds(engine.measure, engine.registration)
+    speeds = ReadSpeeds(engine.measure, engine.registration, engine.way_from)
     for number in range(KV_SPEEDS_MAX + 3):
         await speeds.measure(WorkerId(f"p{number}"), Epoch(1))
 
@@ -79,7 +83,7 @@ async def test_the_list_is_bounded():
 def test_measurements_wait_for_one_another_but_not_for_ever():
     async def run() -> tuple[int, int, float]:
         engine = Engine(measured(), takes_s=2.0)
-        speeds = ReadSpeeds(engine.measure, engine.registration)
+        speeds = ReadSpeeds(engine.measure, engine.registration, engine.way_from)
         began = asyncio.get_running_loop().time()
         await asyncio.gather(*(speeds.measure(WorkerId(f"p{number}"), Epoch(1)) for number in range(2 * WAITING_MAX)))
         return engine.running_max, engine.measured, asyncio.get_running_loop().time() - began

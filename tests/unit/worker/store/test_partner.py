@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 
 import msgspec
+import pytest
 
-from services.worker.engines.store.engine import ORPHAN_S, find_partner, fitting, wait_until_orphaned
+from services.worker.engines.port import EngineRefused
+from services.worker.engines.store.engine import (
+    ORPHAN_S,
+    check_same_backend,
+    find_partner,
+    fitting,
+    wait_until_orphaned,
+)
 from shared.contracts.channels import KV_HANDSHAKE, WORKER_RECORDS
 from shared.contracts.ids import WorkerId
 from shared.contracts.workers import WORKER_RECORD_TTL_S, Role, WorkerPhase, WorkerRecord
@@ -55,6 +64,18 @@ def test_a_partner_serves_the_model_and_exchanges_kv_by_content():
 
     assert fitting([*others, good], "m") == [good]
     assert fitting([good], "/models/m") == [good]
+
+
+@pytest.mark.parametrize(
+    ("own", "theirs", "fits"),
+    [("UCX", "", True), ("LIBFABRIC", "/LIBFABRIC", True), ("UCX", "/LIBFABRIC", False), ("LIBFABRIC", "", False)],
+)
+def test_a_store_moves_kv_as_its_partner_does(own: str, theirs: str, fits: bool):
+    partner = record("w1", connector=f"baton-2/nixl-1.5.1{theirs}")
+    refusing = nullcontext() if fits else pytest.raises(EngineRefused, match=r"WORKER_KV_BACKEND=.*the worker w1")
+
+    with refusing:
+        check_same_backend(own, partner)
 
 
 def test_workers_that_started_first_are_asked_first():

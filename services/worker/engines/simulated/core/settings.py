@@ -18,6 +18,7 @@ from services.worker.engines.simulated.core.step_models import (
     table_s,
     table_steps_alike,
 )
+from shared.contracts.workers import USUAL_BACKEND
 
 Transfer = Literal["tcp", "nixl", "auto", "memory"]
 NotNegative = Annotated[float, msgspec.Meta(ge=0.0)]
@@ -205,6 +206,8 @@ class SimulationSettings(SimulatedProfile):
     worker_id: str = "simulated"
     host: str = "127.0.0.1"
     """Address on which the TCP transfer agent listens."""
+    kv_backend: str = USUAL_BACKEND
+    """NIXL's plug-in, where NIXL moves KV."""
     epoch: int = 0
     """Identifies this engine to KV peers, with the worker's id."""
     kv_lease_s: float = 30.0
