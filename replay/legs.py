@@ -26,6 +26,7 @@ class ReplayedRequest:
     chain: tuple[int, ...]
     """Names of the full blocks of its prompt, and of those that its answer fills."""
     placement: Placement | None = None
+    placed_at: float | None = None
     refused_at: float | None = None
     first_token_at: float | None = None
     finished_at: float | None = None

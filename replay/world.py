@@ -158,7 +158,7 @@ class World:
             replayed.refused_at = now
             self._next_turn(replayed, now)
             return
-        replayed.placement = placement
+        replayed.placement, replayed.placed_at = placement, now
         if placement.prefill is None:
             self._start(self._leg(LegKind.AGGREGATED, replayed, placement, now), now)
             return

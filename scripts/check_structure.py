@@ -36,7 +36,7 @@ PURE = {
     "services.router.admission": "admission fair_share pacing policy queues",
     "services.router.auth": "api_keys",
     "services.router.batches": "lines",
-    "services.router.decisions": "decision decision_filter",
+    "services.router.decisions": "decision decision_filter odds",
     "services.router.placement": (
         "assembly candidates fleet kv_sources native placement placer policy revisions slo specification"
     ),

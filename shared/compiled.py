@@ -42,7 +42,7 @@ MODULES = tuple(
         " queues waker",
         "services/router/auth": "authenticator",
         "services/router/batches": "line_server",
-        "services/router/decisions": "decision decision_service",
+        "services/router/decisions": "decision decision_service odds",
         "services/router/feeds": "default_mode fleet kv reservations",
         "services/router/http": "edge",
         "services/router/placement": "assembly candidates fleet kv_sources placer policy specification",

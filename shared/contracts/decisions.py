@@ -116,6 +116,14 @@ class DecisionRecord(Message, frozen=True, kw_only=True):
     sources: list[KvSource] = msgspec.field(default_factory=list)
     predicted: TtftParts = TtftParts()
     predicted_itl_s: float = -1.0
+    ttft_probability: float = -1.0
+    """The probability, at placement, that the TTFT target is met: how many of the newest requests of the model with
+    such a prediction were as near to it as this one may be. -1: there is no target, or too few requests have ended.
+    """
+    itl_probability: float = -1.0
+    """The probability, at placement, that the ITL target is met: how many of the newest requests of the model with such
+    a prediction would have met it. -1: as for the TTFT.
+    """
     measured: TtftParts | None = None
     """None until the request has finished, and without a first token."""
     ttft_s: float = -1.0

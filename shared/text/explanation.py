@@ -138,14 +138,30 @@ def regret_text(decision: DecisionRecord) -> str:
 
 def target_text(decision: DecisionRecord) -> list[str]:
     """Each latency target and whether the request met it."""
-    targets = (("TTFT", decision.ttft_target_s, decision.ttft_s), ("ITL", decision.itl_target_s, decision.itl_s))
     lines = []
-    for name, target_s, seconds in targets:
-        if target_s >= 0:
-            result = "not measured" if seconds < 0 else "met" if seconds <= target_s else "missed"
-            measured = f" ({duration(seconds)})" if seconds >= 0 else ""
-            lines.append(f"{name} target {duration(target_s)}: {result}{measured}")
+    if decision.ttft_target_s >= 0:
+        predicted = f"{duration(decision.predicted.total_s())} predicted from its placement on"
+        expected = _expected(predicted, decision.ttft_probability)
+        lines.append(f"TTFT target {_result(decision.ttft_target_s, decision.ttft_s)}{expected}")
+    if decision.itl_target_s >= 0:
+        expected = _expected(f"{duration(decision.predicted_itl_s)} predicted", decision.itl_probability)
+        lines.append(f"ITL target {_result(decision.itl_target_s, decision.itl_s)}{expected}")
     return lines
+
+
+def _result(target_s: float, seconds: float) -> str:
+    """Whether a target was met."""
+    result = "not measured" if seconds < 0 else "met" if seconds <= target_s else "missed"
+    measured = f" ({duration(seconds)})" if seconds >= 0 else ""
+    return f"{duration(target_s)}: {result}{measured}"
+
+
+def _expected(predicted: str, probability: float) -> str:
+    """The probability that a target is met, with what was predicted; empty where it is not known."""
+    if probability < 0:
+        return ""
+    percent = "over 99" if probability > 0.99 else "under 1" if probability < 0.01 else f"{100 * probability:.0f}"
+    return f"; {predicted}, which meets it with {percent} %"
 
 
 def gap_text(decision: DecisionRecord) -> str:

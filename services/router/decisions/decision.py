@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from services.router.decisions.decision_filter import DecisionFilter
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
+from services.router.request.timings import total_s
 from shared.contracts.decisions import CandidateRecord, DecisionRecord, Part, TtftParts
 from shared.contracts.ids import DecisionId, RequestId, RouterId, WorkerId
 from shared.contracts.inference import LegReport
@@ -40,6 +41,8 @@ class Decision:
     ttft_s = -1.0
     """Seconds from the request to its first token; -1, here and below: not known."""
     itl_s = -1.0
+    ttft_probability = -1.0
+    itl_probability = -1.0
     counted_prompt_tokens = -1
     cached_tokens = -1
     recompute_slowed_s = -1.0
@@ -175,6 +178,8 @@ class Decision:
             sources=list(placement.sources) if placement is not None else [],
             predicted=predicted,
             predicted_itl_s=placement.predicted_itl_s if placement is not None else UNKNOWN,
+            ttft_probability=self.ttft_probability,
+            itl_probability=self.itl_probability,
             measured=self.measured,
             ttft_s=self.ttft_s,
             itl_s=self.itl_s,
@@ -215,8 +220,13 @@ def regret_s(predicted: TtftParts, measured: TtftParts | None, candidates: list[
     best_s = best_other_s(candidates, handoff_counts=predicted.handoff_s > 0.0)
     if best_s == inf:
         return 0.0
+    return max(0.0, placed_s(measured) - best_s)
+
+
+def placed_s(measured: TtftParts) -> float:
+    """The time from the placement to the first token."""
     before_s = measured.admission_s + measured.tokenize_s + measured.place_s + measured.failed_s
-    return max(0.0, measured.total_s() - before_s - best_s)
+    return total_s(measured) - before_s
 
 
 def best_other_s(candidates: list[CandidateRecord], *, handoff_counts: bool = True) -> float:

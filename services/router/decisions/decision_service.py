@@ -6,14 +6,17 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from math import inf
 from typing import Final
 
 import msgspec
 
-from services.router.decisions.decision import LISTED_MAX, DecisionLog
+from services.router.decisions.decision import LISTED_MAX, Decision, DecisionLog, placed_s
 from services.router.decisions.decision_filter import DecisionFilter
+from services.router.decisions.odds import Odds
 from services.router.placement.placement import Placement, Rejection
 from services.router.request.context import RequestContext
+from services.router.request.timings import NOT_BROKEN, total_s
 from shared.bus.port import Bus, BusError, Envelope, Subscription
 from shared.contracts.channels import DECISION
 from shared.contracts.decisions import AskDecision, DecisionRecord, FoundDecision
@@ -55,6 +58,7 @@ class DecisionService:
         self.log = DecisionLog(router_id, ids.next, catch_up, bytes_max=bytes_max)
         self.router_id = router_id
         self.others = others
+        self._odds = Odds()
         self._bus = bus
         self._clock = clock
         self._subscription: Subscription | None = None
@@ -85,6 +89,8 @@ class DecisionService:
                 context.entry.gap_worker,
                 context.entry.gap_step_s,
             )
+        if isinstance(result, Placement):
+            self._predict(context, context.decision, result)
 
     def failed(self, context: RequestContext, failure: Failure) -> None:
         """The attempt that was placed last has failed."""
@@ -104,6 +110,30 @@ class DecisionService:
                 cached_tokens=finished.cached_tokens,
                 recompute_slowed_s=finished.recompute_slowed_s,
             )
+            self._learn(context.decision)
+
+    def _predict(self, context: RequestContext, decision: Decision, placement: Placement) -> None:
+        """Note the probability to meet each target. Of a stream that is resumed, the first token has been sent."""
+        targets = decision.request.targets
+        if targets.ttft_s == inf and targets.itl_s == inf:
+            return
+        odds, timings = self._odds.of(placement.decode.record.model), context.timings
+        if targets.ttft_s < inf and timings.broke_at == NOT_BROKEN:
+            left_s = targets.ttft_s - timings.admission_s - timings.tokenize_s - timings.place_s - timings.failed_s
+            decision.ttft_probability = odds.ttft.probability(total_s(placement.predicted), left_s)
+        if targets.itl_s < inf:
+            decision.itl_probability = odds.itl.probability(placement.predicted_itl_s, targets.itl_s)
+
+    def _learn(self, decision: Decision) -> None:
+        """Learn from a request that was served. An earlier attempt may have sent a part of its answer."""
+        placement = decision.result
+        if decision.outcome != OK or decision.attempt > 1 or not isinstance(placement, Placement):
+            return
+        odds = self._odds.of(placement.decode.record.model)
+        if decision.measured is not None:
+            odds.ttft.learn(total_s(placement.predicted), placed_s(decision.measured))
+        if decision.itl_s > 0.0:
+            odds.itl.learn(placement.predicted_itl_s, decision.itl_s)
 
     async def find(self, decision_id: str, tenant: str | None = None) -> DecisionRecord | None:
         """From the router that made it. None: it does not know the decision any more, does not reply, or the decision

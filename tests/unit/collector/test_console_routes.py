@@ -93,7 +93,7 @@ async def test_a_decision_is_fetched_from_the_router_that_made_it():
     decision = DecisionRecord(
         decision_id="router-1-ab-d00000000000000000000000000000007", router_id="router-1-ab", request_id="r1", at_unix_s=1.0, model="m", mode="disaggregated",
         reason="costs least", candidates=candidates, prefill_worker="p1", decode_worker="d1", predicted=PARTS, measured=PARTS,
-        ttft_s=PARTS.total_s(), outcome="ok",
+        ttft_s=PARTS.total_s(), outcome="ok", itl_target_s=0.1, itl_s=0.09, predicted_itl_s=0.097, itl_probability=0.61,
     )  # fmt: skip
 
     async def found(ask, _envelope):
@@ -108,6 +108,8 @@ async def test_a_decision_is_fetched_from_the_router_that_made_it():
         assert [each["why"] for each in told["decision"]["candidates"]] == ["chosen", "longer queue"]
         assert sum(part["measured_s"] for part in told["decision"]["parts"]) == pytest.approx(PARTS.total_s())
         assert told["text"]["headline"] == "Request r1 ran: prefill on p1, decode on d1."
+        target = "ITL target 100 ms: met (90 ms); 97 ms predicted, which meets it with 61 %"
+        assert told["text"]["targets"] == [target]
 
         forgotten = await client.get("/console/requests/router-1-ab-d00000000000000000000000000000008")
         assert (forgotten.status_code, "no longer has" in message(forgotten)) == (404, True)

@@ -146,6 +146,20 @@ def test_targets_are_met_missed_or_not_measured():
     assert explanation.target_text(decision()) == []
 
 
+def test_targets_have_the_probability_with_which_the_prediction_meets_them():
+    record = decision(
+        ttft_target_s=5.0, ttft_probability=0.999, itl_target_s=0.1, predicted_itl_s=0.097, itl_probability=0.612
+    )
+
+    assert explanation.target_text(record) == [
+        "TTFT target 5.00 s: met (285 ms); 240 ms predicted from its placement on, which meets it with over 99 %",
+        "ITL target 100 ms: not measured; 97 ms predicted, which meets it with 61 %",
+    ]
+    assert "which meets it with 61 %" in picture(record, 160)
+    unlikely = explanation.target_text(decision(ttft_target_s=5.0, ttft_probability=0.0))
+    assert unlikely[0].endswith("with under 1 %")
+
+
 def test_cached_tokens_are_shown_as_far_as_known():
     assert explanation.cached_text(decision()) == "8,192 tokens, 7,936 cached, as predicted"
     assert explanation.cached_text(decision(cached_tokens=7904)).endswith(

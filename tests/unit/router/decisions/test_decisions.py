@@ -14,6 +14,7 @@ import pytest
 from services.router.decisions.decision import LISTED_MAX
 from services.router.decisions.decision_filter import DecisionFilter
 from services.router.decisions.decision_service import SLICE, DecisionService
+from services.router.decisions.odds import SAMPLES_MIN
 from services.router.placement.placement import PlacementRequest, Rejection
 from services.router.state.worker_speed import WorkerSpeed
 from services.router.tokenize.prompts import NO_TOKENIZER, NOT_READ
@@ -129,6 +130,23 @@ async def test_a_decision_names_the_gap_that_its_request_waited_for(world: World
     waited = records[-1]
     assert (waited.outcome, waited.gap_worker) == ("ok", "w1")
     assert waited.gap_step_s > 0.05
+
+
+@in_world()
+async def test_a_decision_says_how_probably_its_request_meets_each_target(world: World):
+    """As far as can be said: requests without targets teach it, too."""
+    await world.worker("w1", script=timed(prefill_s=0.2))
+    asked = long_prompt(stream=True) | {"baton": {"ttft_s": 0.5, "itl_s": 0.5}}
+
+    first = await decision(world, (await world.ask(asked)).headers[HEADER])
+    for _ in range(SAMPLES_MIN):
+        untargeted = await decision(world, (await world.ask(long_prompt(stream=True))).headers[HEADER])
+    last = await decision(world, (await world.ask(asked)).headers[HEADER])
+
+    assert (first.ttft_probability, first.itl_probability) == (-1.0, -1.0)
+    assert (untargeted.ttft_probability, untargeted.itl_probability) == (-1.0, -1.0)
+    assert last.ttft_probability > 0.9, "0.2 s each"
+    assert 0.0 <= last.itl_probability < 0.1, "0.75 s each"
 
 
 @in_world(stream_tokens_min=-1)
