@@ -152,6 +152,26 @@ def refuse_unsupported(config: Any, settings: Settings) -> None:
         refuse(config_refusals(config))
 
 
+def refuse_other_connectors(transfer: Any, settings: Settings) -> None:
+    """Those that vLLM's own argument puts in place of Baton's connector, or around it. Raises UnsupportedEngine."""
+    name = str(transfer.kv_connector)
+    if name == OWN_CONNECTOR or settings.connector != "baton":
+        return
+    children = [str(one.get("kv_connector")) for one in transfer.kv_connector_extra_config.get("connectors", [])]
+    what = f"{name} of {', '.join(children)}" if children else name
+    why = (
+        "which gives each prompt to one of its connectors alone and hides Baton's from the scheduler, that leases and "
+        "reads between steps"
+        if children
+        else "but workers with WORKER_CONNECTOR=baton exchange KV by Baton's connector"
+    )
+    raise UnsupportedEngine(
+        f"kv_connector is {what}, by vLLM's own argument --kv-transfer-config, {why}; leave it out. KV that engines "
+        "evict is kept by a store: `baton up --host-memory 64G`. With WORKER_CONNECTOR=upstream vLLM's connectors may "
+        "stand side by side, without Baton's KV exchange."
+    )
+
+
 def _refuse_data_parallel(parallel: Any, settings: Settings) -> None:
     """Ranks that are no workers of their own, or are elsewhere. Raises UnsupportedEngine."""
     ranks = (parallel.data_parallel_size, parallel.data_parallel_index)

@@ -44,6 +44,7 @@ from services.worker.engines.vllm.arguments import (
     engine_threads,
     parse_cores,
     prepare_import,
+    refuse_other_connectors,
     refuse_unsupported,
     untested,
 )
@@ -374,6 +375,7 @@ def _configured(engine_args: Any, settings: Settings) -> tuple[Any, list[str]]:
         engine_args.dtype = dtype
         config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER, headless=is_headless)
         chosen.append(f"--dtype {dtype}, since a CPU computes gated delta nets in no other")
+    refuse_other_connectors(config.kv_transfer_config, settings)
     refuse_unsupported(config, settings)
     if config.kv_transfer_config.kv_connector == OWN_CONNECTOR:
         chosen += choose_cache_options(config, typed, settings.role)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 from itertools import pairwise
 from pathlib import Path
@@ -25,6 +26,7 @@ from services.worker.engines.vllm.arguments import (
     free_port,
     import_defaults,
     parse_cores,
+    refuse_other_connectors,
     refuse_unsupported,
     untested,
 )
@@ -190,6 +192,25 @@ def test_vllms_own_connector_gets_vllms_own_scheduler_and_publisher():
     assert config.scheduler_config.scheduler_cls is None
     assert config.kv_events_config.publisher == "zmq"
     assert config.kv_transfer_config.kv_connector_extra_config == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "children", "told"),
+    [
+        ("MultiConnector", ["BatonConnector", "OffloadingConnector"], "MultiConnector of BatonConnector, Offloading"),
+        ("MultiConnector", ["LMCacheConnectorV1", "BatonConnector"], "MultiConnector of LMCacheConnectorV1, Baton"),
+        ("LMCacheConnectorV1", [], "kv_connector is LMCacheConnectorV1, by vLLM's own argument --kv-transfer-config"),
+    ],
+)
+def test_other_connectors_are_refused_by_name(name: str, children: list[str], told: str):
+    extra = {"connectors": [{"kv_connector": child} for child in children]} if children else {}
+    typed = SimpleNamespace(kv_connector=name, kv_connector_extra_config=extra)
+
+    with pytest.raises(UnsupportedEngine, match=re.escape(told)) as refused:
+        refuse_other_connectors(typed, Settings())
+    assert "baton up --host-memory" in str(refused.value)
+    refuse_other_connectors(typed, Settings(connector="upstream"))
+    refuse_other_connectors(SimpleNamespace(kv_connector="BatonConnector"), Settings())
 
 
 @pytest.mark.parametrize("connector", ["baton", "upstream"])
