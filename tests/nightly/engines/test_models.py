@@ -125,10 +125,11 @@ CASES = {
     ),
     "llama-draft": ModelCase("all layers alike; with those of a draft model", family="llama", drafts="draft"),
     "llama-ngram": ModelCase("all layers alike; drafts from the text before", family="llama", drafts="ngram"),
+    "llama-eagle": ModelCase("all layers alike; with that of an EAGLE head", family="llama", drafts="eagle"),
+    "mimo-mtp": ModelCase("all layers alike; with an MTP layer", family="llama", drafts="mtp"),
     "qwen3-moe-ranks": ModelCase(
         "as qwen3-moe; a rank of a data parallel group of two hands over to an engine of its own",
         no_lora=NO_TRITON,
-        no_fp8=NOT_TRIED,
         family="qwen3-moe",
         ranks=2,
     ),
