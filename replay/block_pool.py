@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from services.worker.engines.simulated.core.groups import OtherGroups
 from shared.contracts.kv_events import KvEventKind, KvTier
@@ -168,6 +169,16 @@ class BlockPool:
                 self._free_kept += name < 0
             else:
                 holders[name] -= 1
+
+    def evicted_next(self, count: int) -> list[int]:
+        """Names in the first ``count`` free blocks."""
+        return list(islice(self.free_named, max(0, count - self.free_nameless)))
+
+    def evict_first(self, names: Iterable[int]) -> None:
+        """Those of these blocks that are free are evicted next, the last one first."""
+        for name in names:
+            if name in self.free_named:
+                self.free_named.move_to_end(name, last=False)
 
     def take_changes(self) -> list[Change]:
         """Changes since the last call, in order."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from replay.engine import Job
 from replay.simworker import SimWorker
+from replay.tier import SimStore
 from replay.traces import Request
 from services.router.placement.placement import Placement
 from services.router.state.worker_view import Sent
@@ -32,7 +34,11 @@ class ReplayedRequest:
     finished_at: float | None = None
     cached_tokens: int = 0
     """Prompt tokens cached at the worker that computed the prompt."""
+    loaded_tokens: int = 0
+    """Part of ``cached_tokens`` that only the worker's own host memory had."""
     fetched_tokens: int = 0
+    tier_tokens: int = 0
+    """Part of ``fetched_tokens`` that stores in host memory had."""
     preemptions: int = 0
 
     @property
@@ -70,8 +76,12 @@ class Leg:
     """Prompt tokens, from the start, that have arrived or are on a link."""
     loaded_at: float = 0.0
     """Time at which the tokens that host memory holds have arrived; 0: nothing is loaded."""
-    pins: list[tuple[SimWorker, list[int]]] = field(default_factory=list)
-    """Blocks pinned at other workers until they are read."""
+    tier_tokens: int = 0
+    """Granted tokens that the store of its worker's host has."""
+    far_tokens: int = 0
+    """Granted tokens that stores of other hosts have."""
+    pins: list[Callable[[float], None]] = field(default_factory=list)
+    """Releases, by the time, what holders have pinned until it is read."""
 
 
 At = Callable[..., None]
@@ -83,8 +93,15 @@ class Exchange:
     while they are read.
     """
 
-    def __init__(self, workers: dict[WorkerId, SimWorker], at: At, woken: Callable[[SimWorker], Any]) -> None:
+    def __init__(
+        self,
+        workers: dict[WorkerId, SimWorker],
+        stores: Mapping[WorkerId, SimStore],
+        at: At,
+        woken: Callable[[SimWorker], Any],
+    ) -> None:
         self._workers = workers
+        self._stores = stores
         self._at = at
         self._woken = woken
 
@@ -106,6 +123,9 @@ class Exchange:
     def _load(self, leg: Leg, now: float) -> None:
         """Load what host memory holds behind the cache; only the rest is read from other workers."""
         job, engine = leg.job, leg.worker.engine
+        if leg.tier_tokens:
+            leg.booked_tokens = min(leg.booked_tokens + leg.tier_tokens, job.granted or 0)
+            leg.loaded_at = leg.worker.load(leg.tier_tokens, now)
         if engine.host is None or job.granted is None:
             return
         size = engine.profile.block_tokens
@@ -132,12 +152,18 @@ class Exchange:
     def read_over(self, leg: Leg, now: float) -> None:
         """Release the blocks that were pinned for a leg."""
         for one in (leg, leg.reads_from):
-            for holder, names in one.pins if one is not None else ():
-                holder.changes(now)
-                holder.engine.pool.unhold(names)
-                self._at(now, self._poke, holder)
+            for release in one.pins if one is not None else ():
+                release(now)
             if one is not None:
                 one.pins.clear()
+
+    def unpin(self, holder: SimWorker, names: list[int], now: float) -> None:
+        """Nobody reads these blocks any more for whom they were pinned."""
+        holder.changes(now)
+        holder.engine.pool.unhold(names)
+        if holder.offers is not None:
+            holder.offers.freed(names)
+        self._at(now, self._poke, holder)
 
     def _poke(self, now: float, worker: SimWorker) -> None:
         worker.engine.poke(now)
@@ -160,7 +186,11 @@ class Exchange:
         size = engine.profile.block_tokens
         limit = job.cacheable(size)
         depth = engine.local_depth(job)
+        leg.tier_tokens = leg.far_tokens = 0
         for source in leg.sources:
+            if store := self._stores.get(source.worker_id):
+                depth += self._borrow(leg, store, depth, min(limit, source.end or limit)) // size
+                continue
             holder = self._workers.get(source.worker_id)
             if holder is None:
                 continue
@@ -175,6 +205,19 @@ class Exchange:
         leg.worker.changes(now)
         engine.poke(now)
         self._woken(leg.worker)
+
+    def _borrow(self, leg: Leg, store: SimStore, first: int, limit: int) -> int:
+        """Hold a store's blocks for a leg; returns how many tokens they have."""
+        blocks = store.lend(leg.job.chain, first, limit)
+        if not blocks:
+            return 0
+        leg.pins.append(lambda _now: store.release(blocks))
+        tokens = len(blocks) * leg.worker.engine.profile.block_tokens
+        if store.host == leg.worker.record.host:
+            leg.tier_tokens += tokens
+        else:
+            leg.far_tokens += tokens
+        return tokens
 
     def _book(self, leg: Leg, tokens: int, now: float) -> None:
         last = max(leg.job.granted or 0, leg.job.computed)
@@ -207,4 +250,4 @@ class Exchange:
 
     def _pin(self, leg: Leg, holder: SimWorker, names: list[int]) -> None:
         holder.engine.pool.hold(names)
-        leg.pins.append((holder, names))
+        leg.pins.append(partial(self.unpin, holder, names))

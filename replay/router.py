@@ -11,14 +11,16 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from replay.legs import At, ReplayedRequest
-from replay.simworker import SimWorker
 from services.router.admission.admission import Admission
 from services.router.admission.policy import AdmissionPolicy
 from services.router.admission.queues import QueueEntry
 from services.router.placement.fleet import Fleet
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.state.worker_speeds import WorkerSpeeds
+from shared.contracts.ids import WorkerId
 from shared.contracts.kv_events import KvEventBatch, KvSnapshot
+from shared.contracts.load import LoadReport
+from shared.contracts.workers import WorkerRecord
 
 NETWORK_S = 0.001
 """One-way latency between router and worker."""
@@ -26,13 +28,31 @@ KV_EVENTS_S = 0.01
 """Seconds from a cache change in an engine to the router's index."""
 
 
+class Member(Protocol):
+    """What routers know: a worker or a store."""
+
+    record: WorkerRecord
+    learns: bool
+    due_at: float
+    """Time before which no unread report was sent."""
+
+    @property
+    def worker_id(self) -> WorkerId: ...
+
+    def report(self, sent_by: float) -> tuple[LoadReport, float] | None:
+        """The newest unread load report sent by ``sent_by``, and when it was sent."""
+
+    def kv_events(self) -> KvEventBatch | None:
+        """KV events since the last call."""
+
+
 class Knowledge:
     """Updates one fleet's cluster view and prefix index."""
 
-    def __init__(self, fleet: Fleet, workers: Iterable[SimWorker]) -> None:
+    def __init__(self, fleet: Fleet, workers: Iterable[Member]) -> None:
         self._fleet = fleet
         self._speeds = WorkerSpeeds(fleet.cluster)
-        self._workers: list[SimWorker] = []
+        self._workers: list[Member] = []
         self._learns = True
         self._batches: deque[tuple[float, KvEventBatch]] = deque()
         self._due_at = -math.inf
@@ -46,7 +66,7 @@ class Knowledge:
         for worker in self._workers:
             worker.learns = False
 
-    def joined(self, worker: SimWorker, now: float) -> None:
+    def joined(self, worker: Member, now: float) -> None:
         """A worker became ready."""
         self._workers.append(worker)
         self._due_at = -math.inf
@@ -57,7 +77,7 @@ class Knowledge:
         self._fleet.index.restore(nothing)
         self._tell(worker, now)
 
-    def left(self, worker: SimWorker, now: float) -> None:
+    def left(self, worker: Member, now: float) -> None:
         """A worker has drained and left."""
         self._workers.remove(worker)
         self._fleet.cluster.unregister(worker.worker_id)
@@ -66,7 +86,7 @@ class Knowledge:
             self._fleet.index.drop(record.worker_id)
             self._speeds.gone(record.worker_id)
 
-    def changed(self, worker: SimWorker, now: float) -> None:
+    def changed(self, worker: Member, now: float) -> None:
         """Queue the KV events of an engine's step."""
         batch = worker.kv_events()
         if batch is not None:
@@ -83,11 +103,11 @@ class Knowledge:
                     self._tell(worker, now)
             self._due_at = min([worker.due_at for worker in self._workers], default=math.inf)
 
-    def catch_up_with(self, worker: SimWorker, now: float) -> None:
+    def catch_up_with(self, worker: Member, now: float) -> None:
         """Apply one worker's newest load report."""
         self._tell(worker, now)
 
-    def _tell(self, worker: SimWorker, now: float) -> None:
+    def _tell(self, worker: Member, now: float) -> None:
         if now - NETWORK_S < worker.due_at:
             return
         report = worker.report(now - NETWORK_S)

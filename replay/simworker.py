@@ -10,6 +10,7 @@ from functools import partial
 import msgspec
 
 from replay.engine import Engine, Job, Listener
+from replay.offers import Offers
 from replay.profile import Profile
 from services.worker.engines.simulated.core.groups import hash_scheme
 from services.worker.engines.simulated.core.settings import TransferLink
@@ -24,6 +25,8 @@ MODEL = "replayed"
 LEGS_MAX = 1_000_000
 """Workers never report that they are full: the policies are compared by how they distribute load."""
 PERIOD_S = 1.0 / LOAD_HZ_MAX
+HOST_WORKERS = 8
+"""Workers of one host."""
 CLOCK_S = 1e-6
 """More than the rounding of an instant."""
 
@@ -31,14 +34,20 @@ CLOCK_S = 1e-6
 class SimWorker:
     """One worker of the fleet."""
 
-    def __init__(self, number: int, role: Role, profile: Profile, listener: Listener, *, offset_s: float) -> None:
+    def __init__(
+        self, number: int, role: Role, profile: Profile, listener: Listener, *, offset_s: float, has_store: bool = False
+    ) -> None:
         self.record = record_of(number, role, profile)
         self.engine = Engine(profile, listener)
+        self.offers = Offers(self.engine) if has_store else None
         self.scheduled_at = math.inf
         """Time at which the world wakes the engine."""
         self.legs = 0
         self.link = TransferLink(profile)
-        self.host_link = TransferLink(replace(profile, transfer_bytes_per_s=profile.host_bytes_per_s))
+        to_host = replace(profile, transfer_bytes_per_s=profile.host_bytes_per_s)
+        self.host_link = TransferLink(to_host)
+        self._out_link = TransferLink(to_host)
+        """The other direction: to host memory."""
         self._tick_offset_s = offset_s
         self._totals = Totals()
         self._learner = SpeedLearner()
@@ -106,6 +115,10 @@ class SimWorker:
     def load(self, tokens: int, now: float) -> float:
         """Queue the KV of ``tokens`` to be loaded from host memory; returns when it has arrived."""
         return self.host_link.book(tokens * self.engine.profile.kv_bytes_per_token, now)[1]
+
+    def copy_out(self, tokens: int, now: float) -> float:
+        """Queue the KV of ``tokens`` to be copied to host memory; returns when it has arrived."""
+        return self._out_link.book(tokens * self.engine.profile.kv_bytes_per_token, now)[1]
 
     def load_now(self) -> LoadReport:
         """Load report as of now."""
@@ -190,7 +203,7 @@ def record_of(number: int, role: Role, profile: Profile) -> WorkerRecord:
         hashing=hash_scheme(profile.groups, profile.block_tokens),
         kv_tokens=profile.kv_blocks * profile.block_tokens,
         legs_max=LEGS_MAX,
-        host="replay",
+        host=f"host-{number // HOST_WORKERS}",
         pid=number,
         wire_version=WIRE_VERSION,
         ranks=profile.batches,

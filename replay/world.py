@@ -16,12 +16,14 @@ from replay.profile import Profile
 from replay.router import NETWORK_S, Knowledge, RouterQueue, VirtualAdmission
 from replay.simworker import MODEL, PERIOD_S, SimWorker
 from replay.split import Split
+from replay.tier import SimStore, Tier
 from replay.traces import Request, chains
 from services.router.admission.policy import AdmissionPolicy
 from services.router.placement.fleet import Fleet
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest, Rejection
 from services.router.placement.slo import NO_TARGETS, Targets
 from services.router.state.worker_view import Sent
+from shared.contracts.ids import WorkerId
 from shared.contracts.inference import LegKind
 from shared.contracts.workers import Role
 
@@ -42,15 +44,21 @@ class World:
         by_role: Mapping[Role, Profile] = MappingProxyType({}),
         slow: Mapping[int, float] = MappingProxyType({}),
         seed: int = 0,
+        host_memory_bytes: int = 0,
     ) -> None:
         """``by_role``: engines of a role that are not as ``profile``. ``slow``: speeds of some workers by number, 1.0
-        being the profile's. ``seed``: of the engines' noise.
+        being the profile's. ``seed``: of the engines' noise. ``host_memory_bytes``: memory of a store on each host; 0:
+        none.
         """
+        if host_memory_bytes and (profile.groups != "full" or profile.host_blocks):
+            raise ValueError("stores are simulated for models with full attention alone, without --host-blocks")
         self.now = 0.0
         self.profile = profile
         roles = split.roles()
         made = [
-            self.worker_type(number, role, own, self, offset_s=PERIOD_S * number / len(roles))
+            self.worker_type(
+                number, role, own, self, offset_s=PERIOD_S * number / len(roles), has_store=host_memory_bytes > 0
+            )
             for number, role in enumerate(roles)
             for given in [by_role.get(role, profile)]
             for own in [
@@ -63,7 +71,16 @@ class World:
         """Targets of every request."""
         self._admission: RouterQueue | None = None
         self._knowledge = Knowledge(self.fleet, made)
-        self._exchange = Exchange(self.workers, self.at, self._woken)
+        stores: dict[WorkerId, SimStore] = {}
+        self._exchange = Exchange(self.workers, stores, self.at, self._woken)
+        self.tier: Tier | None = None
+        if host_memory_bytes:
+            self.tier = Tier(
+                made, host_memory_bytes, self.at, lambda: self.now, self._exchange, self._knowledge.changed
+            )
+            stores.update(self.tier.stores)
+            for store in stores.values():
+                self._knowledge.joined(store, 0.0)
         self._due: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._numbers = count()
         self._following: dict[int, ReplayedRequest] = {}
@@ -94,8 +111,10 @@ class World:
                 first.append(replayed)
             latest[request.session] = replayed
         self._next_arrival(0.0, iter(sorted(first, key=lambda replayed: replayed.request.at_s)))
-        due = self._due
-        while due:
+        due, tier = self._due, self.tier
+        if tier is not None:
+            tier.begin()
+        while len(due) > (0 if tier is None else tier.sleeping):
             self.now, _number, call, arguments = heappop(due)
             call(self.now, *arguments)
         return outcomes
@@ -247,7 +266,9 @@ class World:
         self._exchange.read_over(leg, now)
         if leg.kind is not LegKind.DECODE:
             leg.replayed.cached_tokens = job.cached_tokens + job.loaded_tokens
+            leg.replayed.loaded_tokens = job.loaded_tokens
             leg.replayed.fetched_tokens = job.received_tokens
+            leg.replayed.tier_tokens = min(leg.tier_tokens + leg.far_tokens, job.received_tokens)
         if leg.kind is not LegKind.PREFILL:
             leg.replayed.first_token_at = now + NETWORK_S
         self.at(now + NETWORK_S, self._prompt_computed, leg)
@@ -256,6 +277,8 @@ class World:
         """A leg has ended."""
         leg: Leg = job.owner
         leg.worker.legs -= 1
+        if leg.worker.offers is not None:
+            leg.worker.offers.note(job, now)
         leg.replayed.preemptions += job.preemptions
         if leg.kind is LegKind.PREFILL:
             self._exchange.prefill_finished(leg)

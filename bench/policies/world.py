@@ -86,9 +86,15 @@ class PolicyWorld(World):
     """A world for any policy."""
 
     def __init__(
-        self, split: Split, profile: Profile, *, slow: Mapping[int, float] = MappingProxyType({}), seed: int = 0
+        self,
+        split: Split,
+        profile: Profile,
+        *,
+        slow: Mapping[int, float] = MappingProxyType({}),
+        seed: int = 0,
+        host_memory_bytes: int = 0,
     ) -> None:
-        super().__init__(split, profile, slow=slow, seed=seed)
+        super().__init__(split, profile, slow=slow, seed=seed, host_memory_bytes=host_memory_bytes)
         self.counts = RequestCounts()
 
     def _arrives(self, now: float, replayed: ReplayedRequest) -> None:

@@ -37,6 +37,7 @@ from bench.study.workloads import NAMES, generate, opened
 from replay.profile import PROFILES, Profile
 from replay.split import Split, SplitError, split_of
 from replay.traces import Request, TraceError, at_load, read_trace
+from services.launcher.system.options import parse_bytes
 from services.worker.engines.simulated.core.step_models import StepModelName
 
 ALL = names()
@@ -110,6 +111,13 @@ KvBlocksOption = Annotated[int, typer.Option(help="Blocks of 512 tokens in each 
 HostBlocksOption = Annotated[
     int, typer.Option(help="Further blocks in each worker's host memory, loaded at 50 GB/s; 0: none.", min=0)
 ]
+HostMemoryOption = Annotated[
+    str,
+    typer.Option(
+        help="Memory of a store on each host of 8 workers, such as 256GiB, which copies what engines are about to "
+        "evict; 0: none."
+    ),
+]
 StepModelOption = Annotated[StepModel, typer.Option(help="How long engine steps take; see below.")]
 NoiseOption = Annotated[
     float, typer.Option(help="Standard deviation of the logarithm of step times, by --seed.", min=0, max=1)
@@ -161,6 +169,7 @@ def replay_command(  # noqa: PLR0917  # one parameter per option is how the comm
     profile: ProfileOption = DEFAULT_PROFILE,
     kv_blocks: KvBlocksOption = 0,
     host_blocks: HostBlocksOption = 0,
+    host_memory: HostMemoryOption = "0",
     step_model: StepModelOption = DEFAULT_STEP_MODEL,
     noise: NoiseOption = 0.0,
     slow: SlowOption = None,
@@ -196,6 +205,7 @@ def replay_command(  # noqa: PLR0917  # one parameter per option is how the comm
             slo=Slo(ttft_s=slo_ttft, itl_s=slo_itl),
             seed=seed,
             slow=speeds_of(slow or [], len(split.roles())),
+            host_memory_bytes=memory_of(host_memory),
         )
         found = find_loads(setting, loads, knee)
         runs = [
@@ -319,6 +329,14 @@ def fleet_of(text: str) -> Split:
         return split_of(text)
     except SplitError as error:
         fail(f"--fleet: {error}.")
+
+
+def memory_of(text: str) -> int:
+    """Bytes; exits for what is no size."""
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        fail(f"--host-memory: {error}.")
 
 
 def speeds_of(slow: list[str], workers: int) -> dict[int, float]:

@@ -33,6 +33,8 @@ class Setting:
     seed: int
     slow: Mapping[int, float] = field(default_factory=dict)
     """Speeds of slow workers by number; policies with an exact model of the engines do not know of them."""
+    host_memory_bytes: int = 0
+    """Memory of a store on each host; 0: none."""
 
 
 def run(
@@ -47,7 +49,13 @@ def run_with_outcomes(
 ) -> tuple[Result, list[ReplayedRequest]]:
     """As ``run``, with each request's outcome."""
     requests = at_load(setting.requests, load)
-    world = PolicyWorld(setting.split, setting.profile, slow=setting.slow, seed=setting.seed)
+    world = PolicyWorld(
+        setting.split,
+        setting.profile,
+        slow=setting.slow,
+        seed=setting.seed,
+        host_memory_bytes=setting.host_memory_bytes,
+    )
     install(world, policy, setting)
     began_s = time.process_time()
     was_collecting = gc.isenabled()

@@ -68,7 +68,11 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     hit_share: float
     """Share of the served requests' prompt tokens that the worker which computed the prompt had cached."""
     fetched_share: float
-    """Share of the served requests' prompt tokens that was read from other workers."""
+    """Share of the served requests' prompt tokens that was read from other workers and stores."""
+    tier_share: float = 0.0
+    """Part of ``fetched_share`` that stores in host memory had."""
+    loaded_share: float = 0.0
+    """Part of ``hit_share`` that only the worker's own host memory had."""
     goodput_per_s: float
     """Requests that met both targets, per second of the trace."""
     good_share: float
@@ -120,6 +124,8 @@ def summarise(
         itl=spread_of_counts(itl, sum(request.output_tokens - 1 for request in lost)),
         hit_share=sum(replayed.cached_tokens for replayed in served) / prompt_tokens,
         fetched_share=sum(replayed.fetched_tokens for replayed in served) / prompt_tokens,
+        tier_share=sum(replayed.tier_tokens for replayed in served) / prompt_tokens,
+        loaded_share=sum(replayed.loaded_tokens for replayed in served) / prompt_tokens,
         goodput_per_s=len(good) / span_s,
         good_share=len(good) / len(outcomes),
         goodput_tokens_per_s=good_tokens / span_s,
@@ -173,6 +179,7 @@ COLUMNS: dict[str, Callable[[Result], str]] = {
     "p99 ": lambda r: f"{r.itl.p99 * 1e3:.1f}",
     "hit %": lambda r: f"{r.hit_share * 100:.1f}",
     "+fetched %": lambda r: f"{r.fetched_share * 100:.1f}",
+    "of it host memory %": lambda r: f"{r.tier_share * 100:.1f}",
     "goodput/s": lambda r: f"{r.goodput_per_s:.3f}",
     "good %": lambda r: f"{r.good_share * 100:.1f}",
     "tokens/s": lambda r: f"{r.goodput_tokens_per_s:.0f}",

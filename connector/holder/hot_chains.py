@@ -63,12 +63,14 @@ class HotChains:
         blocks_max: int = BLOCKS_MAX,
         *,
         keeps_prefix: bool = True,
+        look_back_blocks: int = LOOK_BACK_BLOCKS_MAX,
     ) -> None:
         """``held``: how many hashes of a chain precede the longest boundary in the cache. ``keeps_prefix``: see
-        ``GroupPlan``.
+        ``GroupPlan``. ``look_back_blocks``: see ``LOOK_BACK_BLOCKS_MAX``.
         """
         self._held_of = held
         self._keeps_prefix = keeps_prefix
+        self._look_back_blocks = look_back_blocks
         self._chains_max = chains_max
         self._blocks_max = blocks_max
         self._by_end: OrderedDict[bytes, UsedChain] = OrderedDict()
@@ -160,7 +162,7 @@ class HotChains:
             if not held or (self._keeps_prefix and held < blocks):
                 self._lost += blocks - held
                 del self._unoffered[used.end]
-            elif evicted_next.isdisjoint(used.hashes[max(0, held - LOOK_BACK_BLOCKS_MAX) : held]):
+            elif evicted_next.isdisjoint(used.hashes[max(0, held - self._look_back_blocks) : held]):
                 others += 1
                 continue
             if held:
@@ -184,7 +186,7 @@ class HotChains:
 
     def _pop_continued(self, hashes: list[bytes]) -> UsedChain | None:
         """Remove and return the longest known chain that is a prefix of these blocks."""
-        for block in hashes[: -LOOK_BACK_BLOCKS_MAX - 1 : -1]:
+        for block in hashes[: -self._look_back_blocks - 1 : -1]:
             if (used := self._by_end.pop(block, None)) is not None:
                 self._blocks -= len(used.hashes)
                 self._unoffered.pop(block, None)

@@ -209,7 +209,7 @@ class Worker:
             self_tests = SelfTestHandler(service.bus, service.clock, engine, identity, settled, measure, digest)
             self._prober = Prober(worker_id, exchange.peers, self_tests, lends=engine.facts.prefix_caching)
             self._opens.append(self_tests.open)
-            copies = StoreCopies(service.bus, service.clock, exchange, lambda: registration.record, settings)
+            copies = StoreCopies(service.bus, exchange, lambda: registration.record, settings)
             self._follows.append(copies.follow)
         self._status = WorkerStatus(
             service, registration, self._load, self._server, engine.facts, saved_role, engine.adapters

@@ -11,15 +11,13 @@ import asyncio
 import logging
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
-from services.worker.engines.port import Identity
-from services.worker.kv_exchange.worker_exchange import WorkerExchange
-from services.worker.settings import Settings
 from shared.bounded import Bounded
-from shared.bus.port import AskRefused, Bus, BusError
-from shared.contracts.channels import KV_FETCH
+from shared.bus.port import AskRefused, BusError
+from shared.contracts.channels import KV_FETCH, AskChannel
 from shared.contracts.failures import Reason
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import (
@@ -31,7 +29,11 @@ from shared.contracts.kv_exchange import (
     unpack_full_hashes,
 )
 from shared.contracts.workers import Role, WorkerPhase, WorkerRecord
-from shared.runtime.clock import Clock
+
+if TYPE_CHECKING:
+    from connector.groups import GroupPlan
+    from connector.messages import Chain
+    from services.worker.settings import Settings
 
 TAKEN_SHARE_MAX = 0.5
 """Share of an engine's blocks that another worker's prefixes may fill: the engine has hot prefixes of its own."""
@@ -172,30 +174,73 @@ class CopyTotals:
     seconds: float = 0.0
 
 
+class Orders(Protocol):
+    """The part of a ``Bus`` that carries orders to fetch."""
+
+    async def ask(self, channel: AskChannel[FetchKv, FetchedKv], message: FetchKv, *, timeout_s: float) -> FetchedKv:
+        """See ``Bus.ask``."""
+
+
+class Waits:
+    """How a copier waits. A replay waits in virtual time (``replay/tier.py``)."""
+
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    async def all_of(self, works: Iterable[Coroutine[Any, Any, None]]) -> None:
+        await asyncio.gather(*works)
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How fast chains are copied."""
+
+    blocks_at_once: int = LEASE_BLOCKS_MAX
+    """Blocks that an order names beyond those that the target holds."""
+    time_share: float = 1.0
+    """Share of the time in which orders are under way."""
+
+
+class CopiedEngine(Protocol):
+    """The part of a ``WorkerExchange`` that tells what to copy."""
+
+    @property
+    def groups(self) -> GroupPlan: ...
+
+    @property
+    def records(self) -> Iterable[WorkerRecord]:
+        """Records of the workers that can read its KV."""
+
+    async def chains_for_store(
+        self, chains_max: int, *, uses_min: int, idle_s_max: float, blocks_min: int
+    ) -> tuple[list[Chain], int]: ...
+
+    def note_copies(self, copied: int, lost: int) -> None: ...
+
+
 class PrefixCopier:
-    """Copies chains of one worker to ``targets``. ``left_s`` returns the remaining seconds."""
+    """Copies chains of the worker ``me`` to ``targets``. ``left_s`` returns the remaining seconds."""
 
     def __init__(
         self,
-        bus: Bus,
-        identity: Identity,
+        bus: Orders,
+        me: WorkerRecord,
         targets: CopyTargets,
         totals: CopyTotals,
         left_s: Callable[[], float],
-        *,
-        blocks_at_once: int = LEASE_BLOCKS_MAX,
-        time_share: float = 1.0,
+        pace: Pace | None = None,
+        waits: Waits | None = None,
     ) -> None:
-        """``blocks_at_once``: blocks that an order names beyond those that the target holds. ``time_share``: share of
-        the time in which orders are under way.
-        """
         self._bus = bus
-        self._source = KvSource(worker_id=identity.worker_id, epoch=identity.epoch)
+        self._source = KvSource(worker_id=me.worker_id, epoch=me.epoch)
         self._targets = targets
         self._totals = totals
         self._left_s = left_s
-        self._blocks_at_once = blocks_at_once
-        self._time_share = time_share
+        self._pace = pace or Pace()
+        self._waits = waits or Waits()
 
     async def copy_all(self, chains: Iterable[list[bytes]], *, at_once: int) -> None:
         """Copy each chain to one target, in this order, ``at_once`` at a time."""
@@ -215,8 +260,8 @@ class PrefixCopier:
         """Copy one chain; returns how many of its blocks one target holds."""
         wanted = chain[:LEASE_BLOCKS_MAX]
         asked = self._targets.ranked(wanted)[:ASKED_MAX]
-        if len(asked) > 1 or len(wanted) > self._blocks_at_once:
-            await asyncio.gather(*[self._ask_held(worker_id, wanted) for worker_id in asked])
+        if len(asked) > 1 or len(wanted) > self._pace.blocks_at_once:
+            await self._waits.all_of(self._ask_held(worker_id, wanted) for worker_id in asked)
         most = 0
         for worker_id in self._targets.ranked(wanted)[:TRIES_MAX]:
             most = max(most, await self._order_fetches(worker_id, wanted))
@@ -227,13 +272,13 @@ class PrefixCopier:
 
     async def _order_fetches(self, worker_id: WorkerId, chain: list[bytes]) -> int:
         """Let that worker fetch the chain piece by piece; returns how many of its blocks the worker holds then."""
-        held, size = len(chain) - self._targets.missed_by(worker_id, chain), self._blocks_at_once
+        held, size = len(chain) - self._targets.missed_by(worker_id, chain), self._pace.blocks_at_once
         for end in [*range(held + size, len(chain), size), len(chain)]:
-            began = asyncio.get_running_loop().time()
+            began = self._waits.now()
             held = await self._order_fetch(worker_id, chain[:end])
-            took_s = asyncio.get_running_loop().time() - began
-            if self._time_share < 1.0:
-                await asyncio.sleep(min(took_s / self._time_share - took_s, PAUSE_S_MAX))
+            took_s = self._waits.now() - began
+            if self._pace.time_share < 1.0:
+                await self._waits.sleep(min(took_s / self._pace.time_share - took_s, PAUSE_S_MAX))
             if held < end:
                 break
         return held
@@ -285,12 +330,17 @@ class StoreCopies:
     """Copies chains to stores in rounds. ``record`` returns the worker's registry record."""
 
     def __init__(
-        self, bus: Bus, clock: Clock, exchange: WorkerExchange, record: Callable[[], WorkerRecord], settings: Settings
+        self,
+        bus: Orders,
+        exchange: CopiedEngine,
+        record: Callable[[], WorkerRecord],
+        settings: Settings,
+        waits: Waits | None = None,
     ) -> None:
         self._bus = bus
-        self._clock = clock
         self._exchange = exchange
         self._record = record
+        self._waits = waits or Waits()
         self._uses_min = settings.kv_copy_uses_min
         self._tokens_min = settings.kv_fetch_min_tokens
         self._stores: set[tuple[WorkerId, Epoch]] = set()
@@ -301,7 +351,7 @@ class StoreCopies:
     async def follow(self) -> None:
         """Run rounds until cancelled; returns at once if copying is switched off."""
         while self._uses_min:
-            await asyncio.sleep(ROUND_S)
+            await self._waits.sleep(ROUND_S)
             await self.copy_round()
 
     async def copy_round(self) -> CopyTotals:
@@ -309,7 +359,7 @@ class StoreCopies:
         a store is new.
         """
         record, totals = self._record(), CopyTotals()
-        stores = [one for one in self._exchange.peers.records if one.role is Role.STORE]
+        stores = [one for one in self._exchange.records if one.role is Role.STORE]
         targets = CopyTargets(copy_targets(record, stores))
         lives = {(store.worker_id, store.epoch) for store in stores}
         if lives - self._stores:
@@ -318,7 +368,7 @@ class StoreCopies:
         self._stores = lives
         if not targets:
             return totals
-        began, groups = self._clock.now(), self._exchange.groups
+        began, groups = self._waits.now(), self._exchange.groups
         blocks_at_once = LEASE_BLOCKS_MAX
         if groups.keeps_prefix:
             blocks_at_once = max(1, int(record.kv_tokens // groups.unit * PINNED_SHARE_MAX))
@@ -331,12 +381,12 @@ class StoreCopies:
         self._round_at = began
         copier = PrefixCopier(
             self._bus,
-            Identity(record.worker_id, record.epoch),
+            record,
             targets,
             totals,
-            left_s=lambda: began + ROUND_S_MAX - self._clock.now(),
-            blocks_at_once=blocks_at_once,
-            time_share=COPYING_SHARE_MAX,
+            left_s=lambda: began + ROUND_S_MAX - self._waits.now(),
+            pace=Pace(blocks_at_once, COPYING_SHARE_MAX),
+            waits=self._waits,
         )
         for chain in chains:
             hashes = unpack_full_hashes(chain.hashes)

@@ -33,7 +33,7 @@ from shared.contracts.channels import KV_FETCH, KV_HANDSHAKE
 from shared.contracts.ids import Epoch, LegId, WorkerId
 from shared.contracts.inference import LegKind, StartLeg
 from shared.contracts.kv_exchange import AskKvHandshake, KvExchangeState, KvHandshake, ReleaseKv
-from shared.contracts.workers import Fingerprint
+from shared.contracts.workers import Fingerprint, WorkerRecord
 from shared.runtime.clock import Clock
 
 log = logging.getLogger("baton.worker")
@@ -135,6 +135,11 @@ class WorkerExchange:
         if copied or lost:
             self._copies = self._copies[0] + copied, self._copies[1] + lost
             self._set_state(self.state)
+
+    @property
+    def records(self) -> list[WorkerRecord]:
+        """Records of the workers that exchange KV with this one."""
+        return self.peers.records
 
     @property
     def groups(self) -> GroupPlan:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from services.worker.engines.port import Engine, Identity
+from services.worker.engines.port import Engine
 from services.worker.kv_exchange.prefix_copy import CopyTargets, CopyTotals, PrefixCopier, copy_targets
 from services.worker.kv_exchange.worker_exchange import WorkerExchange
 from services.worker.legs.server import LegServer
@@ -56,8 +56,7 @@ async def evacuate(
             chains = [unpack_full_hashes(chain.hashes) for chain in await exchange.hot_chains(CHAINS_MAX)]
             await exchange.peers.all_read()
             targets = CopyTargets(copy_targets(record, exchange.peers.records))
-            identity = Identity(record.worker_id, record.epoch)
-            copier = PrefixCopier(bus, identity, targets, totals, left_s=lambda: began + s_max - clock.now())
+            copier = PrefixCopier(bus, record, targets, totals, left_s=lambda: began + s_max - clock.now())
             await copier.copy_all(chains, at_once=CHAINS_AT_ONCE_MAX)
     except TimeoutError:
         log.info("evacuation ended at its deadline of %g s", s_max)

@@ -12,7 +12,6 @@ from services.worker.kv_exchange.prefix_copy import CopyTargets, StoreCopies, co
 from services.worker.settings import Settings
 from shared.contracts.kv_exchange import pack_full_hashes
 from shared.contracts.workers import Role
-from shared.runtime.clock import SystemClock
 from tests.support.fleet_builders import record
 from tests.support.memory_bus import MemoryHub
 from tests.unit.connector.holding import chain
@@ -35,7 +34,7 @@ class Copier:
         self.lost = 0
         """Blocks that the engine has evicted without a word."""
         self.me.engine.answer = self._answer
-        self.copies = StoreCopies(self.me.bus, SystemClock(), self.me.exchange, lambda: record("me"), SETTINGS)
+        self.copies = StoreCopies(self.me.bus, self.me.exchange, lambda: record("me"), SETTINGS)
 
     def _answer(self, call: EngineCall) -> EngineNotification:
         if not call.chains_max:
@@ -114,7 +113,7 @@ async def test_two_workers_with_the_same_prefix_choose_the_same_store():
         copier.chains = [chain(4, str(number)) for number in range(12)]
         await copier.copies.copy_round()
         before = [len(store.held) for store in stores]
-        other = StoreCopies(copier.me.bus, SystemClock(), copier.me.exchange, lambda: record("me"), SETTINGS)
+        other = StoreCopies(copier.me.bus, copier.me.exchange, lambda: record("me"), SETTINGS)
         done = await other.copy_round()
 
     assert done.blocks == 0
