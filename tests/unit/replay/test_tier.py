@@ -8,7 +8,7 @@ import pytest
 
 from bench.policies.world import PolicyWorld
 from replay.legs import ReplayedRequest
-from replay.profile import PROFILES
+from replay.profile import PROFILES, Profile
 from replay.split import Split
 from replay.traces import Request
 from services.router.admission.policy import AdmissionPolicy
@@ -30,9 +30,9 @@ def alone(at_s: float, conversation: int) -> Request:
     return Request(at_s, tuple(range(1000 * conversation, 1000 * conversation + FULL)), TOKENS, 2)
 
 
-def returning(fillers: int, memory_bytes: int) -> tuple[PolicyWorld, ReplayedRequest]:
+def returning(fillers: int, memory_bytes: int, profile: Profile = REAL) -> tuple[PolicyWorld, ReplayedRequest]:
     """A conversation, ``fillers`` others, and the first one again."""
-    of = PolicyWorld(Split(both=1), REAL, host_memory_bytes=memory_bytes)
+    of = PolicyWorld(Split(both=1), profile, host_memory_bytes=memory_bytes)
     order = [0, *range(1, fillers + 1), 0]
     *_others, last = of.run([alone(GAP_S * number, conversation) for number, conversation in enumerate(order)])
     return of, last
@@ -48,6 +48,14 @@ def test_an_evicted_conversation_comes_back_from_the_store():
     assert last.ttft_s < 0.5 * without.ttft_s
     (copying,) = of.tier.copying
     assert copying.lost_blocks == 0
+
+
+def test_a_host_s_store_is_read_over_the_link_to_its_memory():
+    _of, last = returning(4, STORE_BYTES, replace(REAL, transfer_bytes_per_s=1e6))
+    _of, slow = returning(4, STORE_BYTES, replace(REAL, host_bytes_per_s=1e7))
+
+    assert last.ttft_s < 0.1
+    assert slow.ttft_s > last.tier_tokens * 2048 / 1e7
 
 
 def test_a_store_never_holds_more_than_its_memory():
