@@ -41,7 +41,7 @@ def returning(fillers: int, memory_bytes: int, profile: Profile = REAL) -> tuple
 
 def test_an_evicted_conversation_comes_back_from_the_store():
     _of, without = returning(4, 0)
-    of, last = returning(4, STORE_BYTES)
+    _of, last = returning(4, STORE_BYTES)
 
     assert (without.cached_tokens, without.fetched_tokens) == (0, 0)
     assert (last.cached_tokens, last.tier_tokens) == (0, TOKENS - BLOCK), "all but the block of the last token"
