@@ -194,6 +194,10 @@ class Holder:
             self._leases.totals.refused += 1
         return grant
 
+    def coming(self, request: LeaseKv) -> KvGrant:
+        """A grant of nothing: the blocks of a request that ``lease`` does not know yet are not here, but will be."""
+        return replace(self._empty_grant(request.ask_id, request.reader_id, None), final=False)
+
     def release(self, release: ReleaseKv) -> None:
         """End leases of a reader. Unknown leases, and leases of other readers, are ignored.
 

@@ -43,6 +43,8 @@ class FetchLimits:
 
     answer_s_max: float = 0.5
     """Time limit for a holder to reply. Without a reply the blocks are requested elsewhere or computed."""
+    load_s_max: float = 4.0
+    """Time that a store may load the blocks for, at most."""
     peer_s_max: float = 3.0
     """Time limit for a source to become connected."""
     hold_s: float = 10.0
@@ -118,6 +120,7 @@ def lease_message(plan: FetchPlan, request: LeaseRequest) -> LeaseKv:
         leg_id=request.leg_id,
         reply_to=plan.reply_to,
         end=request.end if groups.beyond else 0,
+        load_s=request.load_s,
     )
 
 
@@ -308,6 +311,9 @@ class Fetch:
             request.close(why)
         if grant.final:
             request.close(str(grant.reason or ""))
+        elif not request.followed:  # It is loading them.
+            answer_s = self.plan.limits.answer_s_max
+            request.overdue_at = min(now, request.requested_at + request.load_s) + answer_s
         self._go_on(now)
 
     def on_part(self, part: ReadPart, now: float) -> None:
@@ -514,6 +520,7 @@ class Fetch:
             overdue_at=now + (plan.follow_s if source.follow else limits.answer_s_max),
             followed=source.follow,
             leg_id=source.leg_id,
+            load_s=0.0 if source.follow else min(limits.load_s_max, source.worth_s or limits.load_s_max),
         )
         self.requests.append(request)
         plan.outbox.lease_requests.append(lease_message(plan, request))

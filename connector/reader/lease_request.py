@@ -21,6 +21,8 @@ class Source:
     follow: bool = False
     leg_id: LegId = NO_LEG
     """Leg that computes the prompt, with ``follow``."""
+    worth_s: float = 0.0
+    """``KvSource.worth_s``."""
 
 
 @dataclass(slots=True)
@@ -70,6 +72,8 @@ class LeaseRequest:
     """Instant of giving up, on the reader's clock."""
     followed: bool = False
     leg_id: LegId = NO_LEG
+    load_s: float = 0.0
+    """``LeaseKv.load_s``."""
     is_offer: bool = False
     """``lease_id`` is that of an offer: the lease was granted without a request."""
     open: bool = True

@@ -473,6 +473,7 @@ class Reader:
                 end=min(source.boundary or source.end * size or tokens, tokens),
                 follow=source.follow and may_follow,
                 leg_id=source.leg_id,
+                worth_s=source.worth_s,
             )
             for source in named
         ]

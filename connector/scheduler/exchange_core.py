@@ -272,6 +272,10 @@ class ExchangeCore:
         if self._hot.leaving:
             self._allocator.evict_first(block_ids, self._hot.leaving)
 
+    def say_coming(self, ask: LeaseKv) -> None:
+        """The blocks of a lease request are not here yet, but will be."""
+        self._reply(self.holder.coming(ask))
+
     def grant(self) -> None:
         """Grant newly computed blocks of followed prompts, and end expired leases."""
         for grant in self.holder.advance():

@@ -183,6 +183,10 @@ class LeaseKv(Message, frozen=True, kw_only=True):
     """Tokens beyond which nothing is granted. Hashes beyond them name what an engine with a drafter must hold, too, to
     find the blocks before. 0: all that the hashes name.
     """
+    load_s: float = 0.0
+    """How long a store may load blocks from files before it grants what it has. Meanwhile it says again and again, with
+    grants of nothing that are not final, that they are coming. 0: the reader does not know of such grants.
+    """
 
 
 class KvGrant(Message, frozen=True, kw_only=True):
@@ -280,6 +284,10 @@ class KvSource(Message, frozen=True, kw_only=True):
     """The source is computing the prompt: read its blocks as they are computed."""
     leg_id: LegId = NO_LEG
     """Prefill leg that computes the prompt, with ``follow``."""
+    worth_s: float = 0.0
+    """Of a store: what computing all that is fetched is predicted to take; 0: not known. It is not worth waiting longer
+    for blocks that the store has to load.
+    """
 
 
 class LegOrder(Message, frozen=True, kw_only=True):

@@ -101,7 +101,9 @@ def named_sources(sources: Sequence[WorkerId], view: WorkerView, cluster: Cluste
     return [source_of(holder) for holder in others if able[holder.row] and holder.pairs_with == view.pairs_with]
 
 
-def source_of(view: WorkerView, *, first: int = 0, end: int = 0, follow: bool = False) -> KvSource:
+def source_of(
+    view: WorkerView, *, first: int = 0, end: int = 0, follow: bool = False, worth_s: float = 0.0
+) -> KvSource:
     """A worker in its present epoch as a source of a prompt's KV from hash ``first`` to before hash ``end`` (0: to the
     prompt's end), where a model with boundaries has one.
     """
@@ -115,4 +117,5 @@ def source_of(view: WorkerView, *, first: int = 0, end: int = 0, follow: bool = 
         end=-(-end // stride),
         boundary=end * of.block_size if of.boundaries else 0,
         follow=follow,
+        worth_s=worth_s,
     )

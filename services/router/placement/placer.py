@@ -30,6 +30,7 @@ from services.router.placement.specification import (
     UNSPLITTABLE,
     Asked,
     tokens_out_expected,
+    work_s,
 )
 from services.router.state import fleet_table as t
 from services.router.state.cluster_view import ClusterView
@@ -37,6 +38,7 @@ from services.router.state.prefix_index import PrefixIndex
 from services.router.state.revision_names import ANY
 from shared.contracts.ids import WorkerId
 from shared.contracts.kv_exchange import KvSource
+from shared.contracts.workers import Role
 
 TOKENS_MAX: Final = 1 << 53
 """The largest number that C is asked about: all integers up to it are floats, too."""
@@ -171,8 +173,14 @@ class CostPlacer:
             return named_sources(named, view, cluster, self._able), []
         if not computing.estimate.fetched:
             return [], []
-        first = computing.estimate.cached // view.record.hashing.block_size
+        of = computing.estimate
+        first = of.cached // view.record.hashing.block_size
+        computing_s = work_s(cluster.table.of(view.row), of.fetched, of.cached)
         holding = [(cluster.views[row], end) for row, end in holders]
-        sources = [source_of(holder, first=first, end=end) for holder, end in holding if holder is not None]
+        sources = [
+            source_of(holder, first=first, end=end, worth_s=computing_s if holder.record.role is Role.STORE else 0.0)
+            for holder, end in holding
+            if holder is not None
+        ]
         able = self._able[: cluster.table.count]
         return sources, self._depths.further_sources(request, computing, able, self._fetch_tokens_min(request))

@@ -17,9 +17,9 @@ BLOCKS = len(HASHES)
 BLOCK_TOKENS = 32
 
 
-def source(peer, first=0, end=BLOCKS):
+def source(peer, first=0, end=BLOCKS, **fields):
     """``first`` and ``end`` in blocks."""
-    return Source(peer=peer, first=first * BLOCK_TOKENS, end=end * BLOCK_TOKENS)
+    return Source(peer=peer, first=first * BLOCK_TOKENS, end=end * BLOCK_TOKENS, **fields)
 
 
 def follow(peer):
@@ -68,7 +68,7 @@ class Bench:
     def grant(self, fetch, *, request, blocks, first=0, final=True, reason=None, until_s=None, **wrong):
         lease = self.outbox.lease_requests[request]
         names = [lease.hashes[at : at + 32] for at in range(0, len(lease.hashes), 32)]
-        last = names[min(first + len(blocks), len(names)) - 1]
+        last = names[min(first + len(blocks), len(names)) - 1] if blocks else b""
         fields = {
             "reader_id": "me",
             "worker_id": lease.worker_id,
@@ -80,7 +80,7 @@ class Bench:
         fetch.on_grant(
             KvGrant(
                 **(fields | wrong),
-                groups=one_group(blocks, lease.first + first),
+                groups=one_group(blocks, lease.first + first) if blocks else [],
                 until_s=self.now + 10.0 if until_s is None else until_s,
                 final=final,
                 reason=reason,

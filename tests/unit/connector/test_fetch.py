@@ -67,6 +67,36 @@ def test_missing_blocks_are_requested_from_the_next_source(bench):
     assert fetch.tokens() is None
 
 
+def test_a_store_that_loads_is_waited_for(bench):
+    fetch = bench.fetch(goal=2, sources=[source(A)])
+    for _time in range(3):
+        bench.later(0.4)
+        bench.grant(fetch, request=0, blocks=[], final=False)
+        fetch.on_time(bench.now)
+        assert fetch.tokens() is None
+    bench.grant(fetch, request=0, blocks=[7, 8])
+
+    assert bench.lease_requests()[0].load_s == fetch.plan.limits.load_s_max
+    assert fetch.tokens() == 2 * BLOCK_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("replies", "worth_s", "s_max"), [(0, 0.0, 0.5), (2, 0.0, 1.3), (20, 0.0, 4.5), (20, 1.0, 1.5)]
+)
+def test_a_store_that_loads_for_too_long_or_falls_silent_is_given_up(bench, replies, worth_s, s_max):
+    fetch = bench.fetch(goal=2, sources=[source(A, worth_s=worth_s), source(B)])
+    began = bench.now
+    while len(bench.lease_requests()) < 2:
+        bench.later(0.4)
+        if bench.now - began < (replies + 0.5) * 0.4:
+            bench.grant(fetch, request=0, blocks=[], final=False)
+        fetch.on_time(bench.now)
+
+    assert bench.lease_requests()[0].load_s == (worth_s or fetch.plan.limits.load_s_max)
+    assert s_max <= bench.now - began < s_max + 0.401
+    assert fetch.reads()[0].failure == NoGrant.UNREACHABLE
+
+
 def test_blocks_of_a_failed_read_are_requested_elsewhere(bench):
     fetch = bench.fetch(goal=2, sources=[source(A), source(B)])
     bench.grant(fetch, request=0, blocks=[7, 8])

@@ -1,12 +1,14 @@
 """A store's end of the KV exchange: the connector's scheduler side on top of two tiers of blocks, without an engine.
 
-Requested blocks that are only in files are loaded before the lease is granted, as many as ``LOAD_S_MAX`` allows.
+Requested blocks that are only in files are loaded before the lease is granted, as long as files deliver and the reader
+allows. A store that is loading says so, because a reader that hears nothing for half a second asks elsewhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 import msgspec
 
@@ -17,14 +19,22 @@ from connector.reader.fetch import FetchLimits
 from connector.scheduler.exchange_core import ExchangeCore
 from services.worker.engines.simulated.core.block_cache import NumberedBlock
 from services.worker.engines.store.records import name_in
-from services.worker.engines.store.tiers import Job, Tiers
+from services.worker.engines.store.tiers import Job, JobKind, Tiers
 from shared.contracts.kv_exchange import KvHandshake, LeaseKv, ReleaseKv, blocks_in, unpack_full_hashes
 from shared.contracts.load import StoreState
 
 POLL_S = 0.05
 """Interval at which deadlines are checked while a fetch runs or a prompt is followed."""
 LOAD_S_MAX = 0.3
-"""How long a lease request waits for its blocks to be loaded. Readers wait for half a second."""
+"""How long a lease request waits for the next of its blocks to be loaded. Readers wait for half a second."""
+LOADS_S_MAX = 10.0
+"""Maximum of ``LeaseKv.load_s``."""
+SPEED_SHARE = 0.3
+"""Part that the newest load has in the speed of loading."""
+SPEED_S_MAX = 30.0
+"""After this time the speed counts as unknown: a disk that was slow is tried again."""
+COMING_S = 0.1
+"""Interval at which a reader is told that blocks are coming."""
 LEASES_WAITING_MAX = 256
 """Lease requests that may wait for files; further ones are granted what is in memory."""
 
@@ -34,6 +44,31 @@ class _Waiting:
     lease: LeaseKv
     names: list[bytes]
     until: float
+    last: float
+    """``until`` goes no further."""
+    told: float
+    """When the reader was told, or asked."""
+
+
+@dataclass(slots=True)
+class LoadSpeed:
+    """How fast blocks are loaded."""
+
+    begun_at: float = 0.0
+    """When the job that runs began."""
+    _block_s: float = 0.0
+    _measured_at: float = -inf
+
+    def loaded(self, blocks: int, now: float) -> None:
+        """The job has loaded so many."""
+        before_s = self.block_s(now)
+        block_s = (now - self.begun_at) / blocks
+        self._block_s = before_s + SPEED_SHARE * (block_s - before_s) if before_s else block_s
+        self._measured_at = now
+
+    def block_s(self, now: float) -> float:
+        """Seconds for a block; 0 if that is not known."""
+        return self._block_s if now < self._measured_at + SPEED_S_MAX else 0.0
 
 
 class StorePool:
@@ -88,6 +123,7 @@ class StoreExchange:
         pool = StorePool(tiers)
         self._core.bind(pool, tiers, pool.find_boundary)
         self._waiting: list[_Waiting] = []
+        self._speed = LoadSpeed()
         self._granted_blocks = 0
 
     def describe(self, handshake: KvHandshake) -> None:
@@ -136,10 +172,16 @@ class StoreExchange:
 
     def next_job(self) -> Job | None:
         """The next job between memory and files; ``ended`` must follow."""
-        return self.tiers.next_job(self._now())
+        self._speed.begun_at = self._now()
+        return self.tiers.next_job(self._speed.begun_at)
 
     def ended(self, job: Job, checksums: list[bytes]) -> None:
-        self.tiers.ended(job, checksums, self._now())
+        now = self._now()
+        self.tiers.ended(job, checksums, now)
+        if job.kind is JobKind.LOAD and any(checksums):
+            self._speed.loaded(len(job.names), now)
+            for one in self._waiting:
+                self._wait_on(one, now)
 
     def take_notifications(self) -> EngineNotification | None:
         return self._count_grants(self._core.notifications()) if self._core.has_notifications else None
@@ -174,9 +216,20 @@ class StoreExchange:
         missing = self.tiers.requested(unpack_full_hashes(lease.hashes))
         if not missing or len(self._waiting) >= LEASES_WAITING_MAX:
             return False
+        now = self._now()
+        load_s = min(lease.load_s, LOADS_S_MAX) if lease.load_s > 0.0 else LOAD_S_MAX
+        if lease.load_s and self._speed.block_s(now) * (len(missing) + self.tiers.waiting[0]) > load_s:
+            return False  # The reader has computed them sooner.
         self.tiers.load(missing)
-        self._waiting.append(_Waiting(lease, missing, self._now() + LOAD_S_MAX))
+        self._waiting.append(_Waiting(lease, missing, now + min(LOAD_S_MAX, load_s), now + load_s, now))
         return True
+
+    def _wait_on(self, one: _Waiting, now: float) -> None:
+        """Files deliver, so the lease request waits for more, and its reader is told."""
+        one.until = max(one.until, min(now + LOAD_S_MAX, one.last))
+        if one.lease.load_s and now >= one.told + COMING_S and any(map(self.tiers.is_coming, one.names)):
+            one.told = now
+            self._core.say_coming(one.lease)
 
     def _drop_waiting(self, release: ReleaseKv) -> None:
         self._waiting = [

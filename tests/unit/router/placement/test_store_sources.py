@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -46,6 +47,17 @@ class Known:
             **{"model": "m", "prompt_tokens": 20 * BLOCK + 7, "hashes": HASHES, "may_decode_first": False, **fields}
         )
         return CostPlacer(self.cluster, self.index, PlacementPolicy()).place(request, NOW)
+
+
+def test_a_source_is_waited_for_as_long_as_computing_would_take():
+    known = Known()
+    known.add("p1", Role.PREFILL, device=5)
+    known.add("d1", Role.DECODE)
+    known.add("s1", Role.STORE, disk=15)
+
+    (source,) = known.place().sources
+
+    assert source.worth_s == pytest.approx(SLOW.prefill_step_s + 10 * BLOCK * SLOW.prefill_token_s, rel=0.2)
 
 
 def test_a_store_is_a_source_for_memory_and_file_blocks():

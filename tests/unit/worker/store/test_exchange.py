@@ -14,7 +14,7 @@ from connector.layout.routes import ReaderRank, routes_to, spans_of
 from connector.layout.tensors import heads_of
 from connector.messages import EngineCall
 from services.worker.engines.simulated.core.block_cache import BlockCache
-from services.worker.engines.store.kv_exchange import LOAD_S_MAX, StoreExchange
+from services.worker.engines.store.kv_exchange import LOAD_S_MAX, SPEED_S_MAX, StoreExchange
 from services.worker.engines.store.records import SlotRecord, shape_of
 from services.worker.engines.store.tiers import SAVE_AGAIN_S, FileTier, Tiers
 from shared.contracts.ids import Epoch, WorkerId
@@ -48,7 +48,7 @@ class Store:
         self.tiers.cache(names, Blocks(0, 0, blocks), 32 * len(names))
         self.tiers.free(blocks)
 
-    def ask(self, names: list[bytes], **fields):
+    def ask(self, names: list[bytes], load_s: float = 0.0, **fields):
         self.asks += 1
         lease = LeaseKv(
             worker_id=STORE,
@@ -57,6 +57,7 @@ class Store:
             ask_id=f"a{self.asks}",
             hashes=pack_full_hashes(names),
             hold_s=5.0,
+            load_s=load_s,
         )
         return self.exchange.call(EngineCall(leases=[lease], **fields)).grants
 
@@ -115,6 +116,57 @@ def test_blocks_loaded_too_late_serve_the_next_lease_request(store):
     store.load()
     (whole,) = store.ask(chain(1, 6))
     assert len(blocks_of(whole)) == 6
+
+
+def test_a_patient_reader_is_told_that_blocks_come_and_gets_all(store):
+    store.in_files(chain(1, 7))
+    store.ask(chain(1, 7), load_s=2.0)
+
+    for _job in range(2):
+        store.now += LOAD_S_MAX * 0.9
+        (coming,) = store.load(jobs=1)
+        assert (coming.final, coming.groups, coming.reason, coming.lease_id) == (False, [], None, "")
+    store.now += LOAD_S_MAX * 0.9
+    (grant,) = store.load(jobs=1)
+
+    assert (grant.final, len(blocks_of(grant)), grant.reason) == (True, 7, None)
+
+
+def test_a_patient_reader_is_told_seldom(store):
+    store.in_files(chain(1, 7))
+    store.ask(chain(1, 7), load_s=2.0)
+
+    assert store.load(jobs=1) == []
+    assert store.pinned == 0
+
+
+@pytest.mark.parametrize("load_s", [0.5, float("inf"), float("nan")])
+def test_no_reader_waits_longer_than_it_allows_or_than_files_stand_still(store, load_s):
+    store.in_files(chain(1, 7))
+    store.ask(chain(1, 7), load_s=load_s)
+    store.now += 0.29
+    store.load(jobs=1)
+
+    store.now += {0.5: 0.22}.get(load_s, LOAD_S_MAX)
+    (grant,) = store.poll()
+
+    assert (grant.final, len(blocks_of(grant)), grant.reason) == (True, JOB_BLOCKS, NoGrant.NOT_HELD)
+
+
+def test_a_store_does_not_load_what_its_reader_has_computed_sooner(store):
+    store.in_files(chain(1, 3) + chain(2, 3))
+    store.ask(chain(1, 3), load_s=1.0)
+    job = store.exchange.next_job()
+    store.now += 0.3
+    store.exchange.ended(job, [SUM] * 3)
+    store.poll()
+
+    (grant,) = store.ask(chain(2, 3), load_s=0.29)
+    assert (grant.groups, grant.final, grant.reason) == ([], True, NoGrant.NOT_HELD)
+    assert store.exchange.next_job() is None
+    store.now += SPEED_S_MAX
+    assert store.ask(chain(2, 3), load_s=0.29) == [], "a disk that was slow is tried again"
+    assert store.exchange.wakes_at() == pytest.approx(store.now + 0.29)
 
 
 def test_the_wait_for_a_load_ends_by_itself(store):
