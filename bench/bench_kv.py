@@ -1,6 +1,6 @@
 """Costs and savings of the KV exchange on real engines: ``python -m bench.bench_kv [--quick] [--only handoff,...]``.
 
-Each part starts its own engines: handoffs and the same with vLLM's own connector, batches with lost blocks, conversations and leases, decoding beside long prompts, handoffs between hosts. Writes those parts of docs/benchmarks/kv.md.
+Each part starts its own engines: handoffs and the same with vLLM's own connector, batches with lost blocks, conversations and leases, conversations that engines have evicted, decoding beside long prompts, handoffs between hosts. Writes those parts of docs/benchmarks/kv.md.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from statistics import median
 
 from bench import bench_kv_bus as distant
 from bench import bench_kv_busy as busy
+from bench import bench_kv_evicted as evicted
 from bench import bench_kv_handoff as handoffs
 from bench import bench_kv_losses as losses
 from bench import bench_kv_turns as turns
@@ -54,6 +55,8 @@ class Size:
     """Of each kind, with lost blocks."""
     distant: int
     """Handoffs for each delay of the bus."""
+    rounds: int
+    """With evicted conversations, on each engine."""
 
 
 WHOLE = Size(
@@ -66,6 +69,7 @@ WHOLE = Size(
     leases=300,
     batches=7,
     distant=20,
+    rounds=15,
 )
 QUICK = Size(
     times=2,
@@ -77,6 +81,7 @@ QUICK = Size(
     leases=40,
     batches=3,
     distant=6,
+    rounds=6,
 )
 
 
@@ -177,6 +182,17 @@ def turn_cells(fetched_ms: float, computed_ms: float, *ways: list[turns.Turn]) -
     return [*cells, f"{fetched:.0f}", f"{more:.0f}"]
 
 
+async def measure_evicted(size: Size) -> list[str]:
+    """Conversations that engines have evicted, from a store."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        workers = evicted.workers_of(make_wide_model(folder, CACHE), KV_BYTES_PER_TOKEN)
+        first = {worker: workers[worker] for worker in (evicted.WRITER, evicted.STORE)}
+        async with bench_fleet(first, router={}, environ={"BATON_STATE_DIR": name}) as fleet:
+            found = await evicted.measure(fleet, workers, folder, size.rounds)
+    return evicted.lines(found, size.rounds, KV_BYTES_PER_TOKEN)
+
+
 async def measure_decoding(size: Size) -> list[str]:
     """Decoding beside long prompts."""
     rows = []
@@ -215,6 +231,7 @@ PARTS: dict[str, Callable[[Size], Awaitable[list[str]]]] = {
     "losses": measure_losses,
     "speed": measure_speed,
     "turns": measure_turns,
+    "evicted": measure_evicted,
     "decoding": measure_decoding,
     "bus": measure_bus,
 }

@@ -34,7 +34,9 @@ class Turn:
     """By the prefill engine."""
 
 
-async def ask(fleet: BenchFleet, prompt: Sequence[int], tokens: int, **fields: Any) -> tuple[float, list[int], str]:
+async def ask(
+    fleet: BenchFleet, prompt: Sequence[int], tokens: int, *, mode: str = "disaggregated", **fields: Any
+) -> tuple[float, list[int], str]:
     """Time to the first token, all tokens, the request's name."""
     body = {
         "model": "baton-tiny",
@@ -47,9 +49,7 @@ async def ask(fleet: BenchFleet, prompt: Sequence[int], tokens: int, **fields: A
         **fields,
     }
     begun_at, first_at, answer = time.monotonic(), 0.0, []
-    async with fleet.http.stream(
-        "POST", "/v1/completions", json=body, headers={"x-baton-mode": "disaggregated"}
-    ) as said:
+    async with fleet.http.stream("POST", "/v1/completions", json=body, headers={"x-baton-mode": mode}) as said:
         assert said.status_code == 200, await said.aread()
         async for line in said.aiter_lines():
             if line.startswith("data: {"):
