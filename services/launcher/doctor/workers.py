@@ -20,7 +20,7 @@ from services.launcher.doctor.findings import (
 )
 from services.launcher.system.devices import A_CORE_FOR_EACH, RANKS_ARE_BUSY
 from shared.contracts.control import RouterHealth, ServicePhase
-from shared.contracts.load import ENGINE_SILENT_S_MAX, LOOP_LATE_S_MAX
+from shared.contracts.load import ENGINE_SILENT_S_MAX, LOOP_LATE_S_MAX, LoadReport
 from shared.contracts.message import WIRE_VERSION
 from shared.contracts.workers import WITHOUT_ENGINE, FleetWorker, KvMemory, KvReadSpeed, Role, WorkerPhase, WorkerRecord
 from shared.text.fleet_text import many
@@ -154,9 +154,13 @@ def _life(worker: FleetWorker) -> Iterator[Finding]:
     name, note = worker.record.worker_id, worker.record.note
     since = duration(worker.since_s)
     if worker.phase is WorkerPhase.LOST:
-        what = f"{name} was lost {since} ago."
+        what, why = f"{name} was lost {since} ago.", "It stopped reporting: its process ended or cannot reach NATS."
+        if worker.record.role is Role.STORE:
+            tokens = round(worker.kv_used * worker.record.kv_tokens)
+            what = f"{name} was lost {since} ago, and with its memory KV of {counted(tokens)} tokens."
+            why += " Engines compute them again, unless its files have them when it is back."
         todo = "`baton up` restarts its own workers. Elsewhere, see its log and start it again."
-        yield _finding(Level.WARNING, what, "It stopped reporting: its process ended or cannot reach NATS.", todo)
+        yield _finding(Level.WARNING, what, why, todo)
     elif worker.phase is WorkerPhase.STARTING and worker.since_s > STARTING_S_MAX:
         why = note or "It gets no requests until it is ready."
         yield _finding(Level.WARNING, f"{name} has been starting for {since}.", why, "Its log shows what it waits for.")
@@ -296,6 +300,7 @@ def _load(heard: HeardLoad) -> Iterator[Finding]:
             what = f"The KV cache of {load.worker_id} is full ({used:.0%}) and {many(load.waiting, 'request')} wait."
             todo = "Use a larger --kv-cache, or add workers: baton up --join --decode 1."
             yield _finding(Level.WARNING, what, "Requests wait in the engine or are preempted.", todo)
+        yield from _lost_copies(load)
         return
     if lost := store.damaged_blocks_total + store.unsaved_blocks_total:
         what = (
@@ -310,6 +315,19 @@ def _load(heard: HeardLoad) -> Iterator[Finding]:
         what = f"{load.worker_id} is full: it stores {counted(stored)} blocks and evicts the oldest for new ones."
         why = "This is normal, unless evicted prefixes are needed again."
         yield _finding(Level.NOTE, what, why, "WORKER_STORE_FILES_BYTES raises the limit.")
+
+
+def _lost_copies(load: LoadReport) -> Iterator[Finding]:
+    """What an engine evicted before a store had copied it."""
+    state = load.exchange
+    if state is None or not state.lost_blocks_total:
+        return
+    lost, copied = state.lost_blocks_total, state.copied_blocks_total
+    what = f"{load.worker_id} evicted {counted(lost)} recently used blocks before a store had them; {counted(copied)} "
+    what += "were copied."
+    why = "They are computed again. Prompts fill its cache faster than a store reads it, or the store was away."
+    level = Level.WARNING if lost > copied else Level.NOTE
+    yield _finding(level, what, why, "A larger --kv-cache gives the store more time.")
 
 
 def _known_to_routers(facts: SystemFacts) -> Iterator[Finding]:

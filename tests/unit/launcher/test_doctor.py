@@ -35,6 +35,7 @@ from services.launcher.doctor.findings import (
 from services.launcher.doctor.workers import SLOW_BYTES_PER_S
 from shared.contracts.control import DiskFolder, DiskSpace, RouterHealth, ServicePhase
 from shared.contracts.ids import WorkerId
+from shared.contracts.kv_exchange import KvExchangeState
 from shared.contracts.load import StoreState
 from shared.contracts.message import WIRE_VERSION
 from shared.contracts.workers import FleetState, HashScheme, KvMemory, KvReadSpeed, Role, WorkerPhase
@@ -119,6 +120,11 @@ def store(kept: int = 10, **lost: int) -> dict[str, object]:
         "records": [*system().records, record("s1", role=Role.STORE)],
         "loads": [*system().loads, HeardLoad(report=load("s1", role=Role.STORE, store=state))],
     }
+
+
+def copies(lost: int, copied: int) -> dict[str, object]:
+    state = KvExchangeState(lost_blocks_total=lost, copied_blocks_total=copied)
+    return reports(HeardLoad(report=load("p1", exchange=state)))
 
 
 def disks(free: float) -> list[DiskSpace]:
@@ -230,6 +236,10 @@ SYSTEM_FAULTS: dict[str, tuple[dict[str, object], Level, str]] = {
     "wire": (changed_record(wire_version=WIRE_VERSION + 1), Level.ERROR, f"d1 uses wire version {WIRE_VERSION + 1}"),
     "no prefix cache": (changed_record(prefix_caching=False), Level.NOTE, "d1 has no prefix cache"),
     "lost": ({"fleet": fleet(living(record("w9"), WorkerPhase.LOST))}, Level.WARNING, "w9 was lost 5.00 s ago"),
+    "store lost": (
+        {"fleet": fleet(msgspec.structs.replace(living(record("s9", role=Role.STORE), WorkerPhase.LOST), kv_used=0.5))},
+        Level.WARNING, "s9 was lost 5.00 s ago, and with its memory KV of 1,600 tokens.",
+    ),
     "starts for long": ({"fleet": fleet(living(record("w9"), WorkerPhase.STARTING, 900.0))}, Level.WARNING, "starting for 900 s"),
     "probes for long": ({"fleet": fleet(living(record("w9"), WorkerPhase.PROBING, 90.0))}, Level.WARNING, "probing for 90.0 s"),
     "probes": ({"fleet": fleet(living(record("w9"), WorkerPhase.PROBING))}, Level.NOTE, "w9 has been probing"),
@@ -275,6 +285,8 @@ SYSTEM_FAULTS: dict[str, tuple[dict[str, object], Level, str]] = {
     ),
     "store full": (store(100), Level.NOTE, "s1 is full: it stores 100 blocks"),
     "store loses": (store(damaged_blocks_total=2, unsaved_blocks_total=1), Level.WARNING, "s1 has lost 3 blocks"),
+    "copies lost": (copies(30, 20), Level.WARNING, "p1 evicted 30 recently used blocks before a store had them; 20 were copied"),
+    "few copies lost": (copies(3, 20), Level.NOTE, "p1 evicted 3 recently used blocks before"),
     "key file": (
         with_service("router", router=RouterHealth(), warning="ROUTER_KEYS_FILE (keys.toml): Invalid value"),
         Level.WARNING, "router-1 cannot use a file: ROUTER_KEYS_FILE (keys.toml): Invalid value",
