@@ -285,8 +285,8 @@ class KvSource(Message, frozen=True, kw_only=True):
     leg_id: LegId = NO_LEG
     """Prefill leg that computes the prompt, with ``follow``."""
     worth_s: float = 0.0
-    """Of a store: what computing all that is fetched is predicted to take; 0: not known. It is not worth waiting longer
-    for blocks that the store has to load.
+    """What computing all that is fetched is predicted to take, where the source is a store; 0: not known. It is not
+    worth waiting longer for blocks that the store has to load.
     """
 
 

@@ -5,9 +5,7 @@ was killed, and when its files were spoilt meanwhile. The nightly ``test_store_o
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,11 +18,10 @@ from shared.contracts.ids import WorkerId
 from shared.contracts.inference import LegKind
 from shared.contracts.kv_events import AskKvSnapshot, KvSnapshot
 from shared.contracts.kv_exchange import KvExchangeState
-from shared.contracts.workers import Role, WorkerPhase
-from tests.support.kv_driver import BLOCK, Driver, driving, transfer_report_of
-from tests.support.kv_tap import Tap
-from tests.support.nats_server import NatsServer
-from tests.support.worker_processes import WorkerProcess, start_worker
+from shared.contracts.workers import Role
+from tests.support.kv_driver import BLOCK, Driver, transfer_report_of
+from tests.support.kv_world import KvWorld, driver_of, kv_world
+from tests.support.worker_processes import WorkerProcess
 
 pytestmark = pytest.mark.nats
 
@@ -50,17 +47,11 @@ def draw(seed: int) -> list[int]:
     return random.Random(seed).choices(range(200, 2000), k=PROMPT_TOKENS)
 
 
-@dataclass
-class World:
-    nats: NatsServer
-    folder: Path
-    workers: dict[str, WorkerProcess]
+class StoreWorld(KvWorld):
+    """Simulated workers."""
 
     def start(self, name: str, **settings: str) -> WorkerProcess:
-        self.workers[name] = start_worker(
-            self.nats.url, name, self.folder, environ={"BATON_STATE_DIR": str(self.folder)}, **{**SETTINGS, **settings}
-        )
-        return self.workers[name]
+        return super().start(name, **{**SETTINGS, **settings})
 
     def start_store(self) -> WorkerProcess:
         return self.start("s1", **STORE)
@@ -75,27 +66,9 @@ class World:
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    with NatsServer(tmp_path, has_buckets=True) as nats:
-        world = World(nats, tmp_path, {})
-        try:
-            yield world
-        finally:
-            for worker in world.workers.values():
-                worker.kill()
-
-
-@asynccontextmanager
-async def driver_of(world: World) -> AsyncIterator[Driver]:
-    async with Tap(world.nats.url) as tap, driving(tap) as driver:
-
-        def are_ready() -> bool:  # as they say now: records outlive who is killed
-            for name, worker in world.workers.items():
-                assert worker.process.poll() is None, (name, worker.process.poll(), worker.log.read_text())
-            return all((load := tap.loads.get(name)) and load.phase is WorkerPhase.READY for name in world.workers)
-
-        await tap.until(are_ready, "all workers are ready", START_S_MAX)
-        yield driver
+def world(tmp_path: Path) -> Iterator[StoreWorld]:
+    with kv_world(tmp_path, StoreWorld) as world:
+        yield world
 
 
 async def snapshot(driver: Driver) -> KvSnapshot:
@@ -125,7 +98,7 @@ async def read(driver: Driver, prompt: list[int]) -> int:
     return transfer_report_of(answer).fetched_tokens
 
 
-async def test_copies_survive_their_source_and_the_store_s_own_death(world: World):
+async def test_copies_survive_their_source_and_the_store_s_own_death(world: StoreWorld):
     world.start("p1", role="prefill")
     world.start("d1", role="decode")
     world.start_store()
@@ -149,7 +122,7 @@ async def test_copies_survive_their_source_and_the_store_s_own_death(world: Worl
         assert (again.held, again.fetched) == (full, 0)
         assert await read(driver, prompts[0]) == full * BLOCK  # from files
 
-    world.workers.pop("s1").kill()
+    world.kill("s1")
     world.start_store()
     async with driver_of(world) as driver:
         assert len((await until_saved(driver, 4 * full)).host_hashes) == 0
@@ -166,7 +139,7 @@ async def test_copies_survive_their_source_and_the_store_s_own_death(world: Worl
         await driver.tap.until(lambda: damaged(driver) == full, "what was damaged is told")
 
 
-async def test_workers_copy_to_a_store_what_is_used_twice_and_nothing_else(world: World):
+async def test_workers_copy_to_a_store_what_is_used_twice_and_nothing_else(world: StoreWorld):
     world.start("p1", kv_copy_uses_min="2")
     world.start_store()
     once, twice = draw(10), draw(11)
@@ -181,15 +154,15 @@ async def test_workers_copy_to_a_store_what_is_used_twice_and_nothing_else(world
         assert (await driver.fetch("s1", once)).held == 0
 
 
-async def test_workers_copy_to_a_store_what_they_evict(world: World):
+async def test_workers_copy_to_a_store_what_they_evict(world: StoreWorld):
     await prove_evicted_are_copied(world)
 
 
-async def test_copies_of_states_survive_a_restart(world: World):
+async def test_copies_of_states_survive_a_restart(world: StoreWorld):
     await prove_copies_survive(world, "state")
 
 
-async def prove_copies_survive(world: World, groups: str) -> None:
+async def prove_copies_survive(world: StoreWorld, groups: str) -> None:
     """Copies of a model with ``groups`` of windows or states, when the store is restarted."""
     model = {"simulated": f"{SETTINGS['simulated']},groups={groups}"}
     store = {**STORE, **model, "store_memory_bytes": STORE["store_files_bytes"]}
@@ -212,7 +185,7 @@ async def prove_copies_survive(world: World, groups: str) -> None:
         assert await read(driver, prompt) == full * BLOCK
 
 
-async def prove_evicted_are_copied(world: World, groups: str = "", engine_blocks: int = ENGINE_BLOCKS) -> None:
+async def prove_evicted_are_copied(world: StoreWorld, groups: str = "", engine_blocks: int = ENGINE_BLOCKS) -> None:
     """A worker evicts prompts that were used once; afterwards another gets them from the store."""
     model = {"simulated": f"{SETTINGS['simulated']}" + (f",groups={groups}" if groups else "")}
     small = str(engine_blocks * BLOCK * SimulationSettings().kv_bytes_per_token)

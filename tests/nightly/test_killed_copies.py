@@ -9,18 +9,8 @@ import pytest
 
 from services.worker.engines.simulated.core.settings import SimulationSettings
 from shared.contracts.inference import LegKind
-from tests.e2e.test_store import (
-    BLOCK,
-    ENGINE_BLOCKS,
-    PROMPT_TOKENS,
-    PROMPTS_HELD,
-    STORE,
-    World,
-    draw,
-    driver_of,
-    read,
-    world,
-)
+from tests.e2e.test_store import BLOCK, ENGINE_BLOCKS, PROMPT_TOKENS, PROMPTS_HELD, STORE, StoreWorld, draw, read, world
+from tests.support.kv_world import driver_of
 
 pytestmark = pytest.mark.nats
 __all__ = ("world",)
@@ -34,7 +24,7 @@ SETTLED_S_MAX = 90.0
 
 
 @pytest.mark.parametrize("killed", [("p1",), ("s1",), ("p1", "s1")], ids=" and ".join)
-async def test_answers_stay_right_and_no_block_stays_pinned(world: World, killed: tuple[str, ...]):
+async def test_answers_stay_right_and_no_block_stays_pinned(world: StoreWorld, killed: tuple[str, ...]):
     settings = {"p1": {"role": "prefill", **SMALL}, "s1": STORE}
     world.start("d1", role="decode")
     for name, of_one in settings.items():
@@ -57,8 +47,7 @@ async def test_answers_stay_right_and_no_block_stays_pinned(world: World, killed
             return True
 
         await driver.tap.until(kill_at_the_next_lease, "the store asks for the next blocks")
-        for name in killed:
-            world.workers.pop(name).kill()
+        world.kill(*killed)
 
     for name in killed:
         world.start(name, **settings[name])

@@ -4,9 +4,8 @@ killed, to one with another tensor parallel size. ``tests/nightly/test_killed_co
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,11 +13,9 @@ import pytest
 from shared.contracts.inference import LegKind
 from shared.contracts.kv_exchange import KvExchangeState
 from shared.contracts.load import StoreState
-from tests.support.kv_driver import BLOCK, Driver, driving, transfer_report_of
-from tests.support.kv_tap import Tap
-from tests.support.nats_server import NatsServer
+from tests.support.kv_driver import BLOCK, Driver, transfer_report_of
+from tests.support.kv_world import KvWorld, driver_of, kv_world
 from tests.support.prompts import random_prompt
-from tests.support.worker_processes import WorkerProcess, start_worker, wait_ready
 
 pytestmark = [pytest.mark.vllm, pytest.mark.nats]
 
@@ -31,29 +28,21 @@ STORE_BYTES = 40 << 20
 FILLERS = 4
 
 
+SMALL = {"role": "both", "kv_cache_bytes": str(ENGINE_BYTES), "max_model_len": "5000"}
+SETTINGS = {
+    ENGINE: {"cpu_cores": "0", **SMALL},
+    OTHER: {"cpu_cores": "0,1", "tensor_parallel_size": "2", **SMALL},
+    STORE: {"role": "store", "store_memory_bytes": str(STORE_BYTES), "store_files_bytes": "0"},
+}
+
+
 @dataclass
-class World:
-    nats: NatsServer
-    folder: Path
-    workers: dict[str, WorkerProcess] = field(default_factory=dict)
+class MemoryWorld(KvWorld):
     fillers: int = 0
 
-    async def start(self, driver: Driver, *names: str) -> None:
-        small = {"kv_cache_bytes": str(ENGINE_BYTES), "max_model_len": "5000"}
-        settings = {
-            ENGINE: {"role": "both", "cpu_cores": "0", **small},
-            OTHER: {"role": "both", "cpu_cores": "0,1", "tensor_parallel_size": "2", **small},
-            STORE: {"role": "store", "store_memory_bytes": str(STORE_BYTES), "store_files_bytes": "0"},
-        }
-        for name in names:
-            self.workers[name] = start_worker(self.nats.url, name, self.folder, **settings[name])
-        await wait_ready(self.nats.url, [self.workers[name] for name in names])
-        epochs = {name: self.workers[name].record for name in names}
-        assert all(epochs.values())
-        await driver.tap.until(
-            lambda: all((load := driver.tap.loads.get(name)) and load.epoch == epochs[name].epoch for name in names),
-            "all workers report",
-        )
+    async def add(self, driver: Driver, name: str) -> None:
+        self.start(name, **SETTINGS[name])
+        await self.ready(driver)
 
     async def evict(self, driver: Driver, prompt: list[int], *, stored: bool) -> None:
         """Send other conversations until the engine holds nothing of the prompt. With a new store, let it have what is
@@ -81,20 +70,9 @@ def stored_bytes(driver: Driver) -> int:
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    with NatsServer(tmp_path, has_buckets=True) as nats:
-        world = World(nats, tmp_path)
-        try:
-            yield world
-        finally:
-            for worker in world.workers.values():
-                worker.kill()
-
-
-@asynccontextmanager
-async def driver_of(world: World) -> AsyncIterator[Driver]:
-    async with Tap(world.nats.url) as tap, driving(tap) as driver:
-        yield driver
+def world(tmp_path: Path) -> Iterator[MemoryWorld]:
+    with kv_world(tmp_path, MemoryWorld) as world:
+        yield world
 
 
 async def ask(driver: Driver, worker: str, prompt: list[int], *, stored: bool) -> tuple[list[int], int, int]:
@@ -106,23 +84,23 @@ async def ask(driver: Driver, worker: str, prompt: list[int], *, stored: bool) -
     return answer.token_ids, report.fetched_tokens, report.recomputed_tokens
 
 
-async def test_evicted_conversations_come_back_from_host_memory(world: World):
+async def test_evicted_conversations_come_back_from_host_memory(world: MemoryWorld):
     prompt = random_prompt("conversation", TOKENS)
     async with driver_of(world) as driver:
-        await world.start(driver, ENGINE)
+        await world.add(driver, ENGINE)
         expected, _fetched, computed = await ask(driver, ENGINE, prompt, stored=False)
         assert computed == TOKENS
         await world.evict(driver, prompt, stored=False)
         assert await ask(driver, ENGINE, prompt, stored=False) == (expected, 0, TOKENS), "without a store it is gone"
         assert copies(driver) == (0, 0)
 
-        await world.start(driver, STORE)
+        await world.add(driver, STORE)
         await world.evict(driver, prompt, stored=True)
         assert (await driver.fetch(STORE, prompt)).held == FULL
         assert await ask(driver, ENGINE, prompt, stored=True) == (expected, TOKENS - 1, 1)
         assert 0 < stored_bytes(driver) <= STORE_BYTES
-        world.workers.pop(ENGINE).kill()
+        world.kill(ENGINE)
 
-        await world.start(driver, OTHER)
+        await world.add(driver, OTHER)
         assert await ask(driver, OTHER, prompt, stored=True) == (expected, TOKENS - 1, 1)
         assert 0 < stored_bytes(driver) <= STORE_BYTES

@@ -32,7 +32,7 @@ LOADS_S_MAX = 10.0
 SPEED_SHARE = 0.3
 """Part that the newest load has in the speed of loading."""
 SPEED_S_MAX = 30.0
-"""After this time the speed counts as unknown: a disk that was slow is tried again."""
+"""Age at which a speed counts as unknown, so that a disk that was slow is tried again."""
 COMING_S = 0.1
 """Interval at which a reader is told that blocks are coming."""
 LEASES_WAITING_MAX = 256
