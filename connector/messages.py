@@ -52,6 +52,8 @@ class StartFetch(Message, frozen=True, kw_only=True):
 
     fetch_id: str
     fetch: FetchKv
+    is_prefetch: bool = False
+    """Whether a request is to find the blocks. Blocks that no request has found yet have a bound then, and count."""
 
 
 class MeasureRead(Message, frozen=True, kw_only=True):

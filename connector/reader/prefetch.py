@@ -1,5 +1,7 @@
 """Fetches without a request: prefetch, replicate, evacuate. No token is computed.
 
+Requests wait for a fetch under way that brings what they lack: nothing is read twice.
+
 Blocks are allocated from the engine's pool, read, put into the prefix cache and freed. To the engine they look like the
 prefix of a request that has just ended.
 """
@@ -16,6 +18,7 @@ from msgspec.structs import replace
 from connector.groups import Blocks
 from connector.messages import FetchEnded, PeerKey, ReadPart, StartFetch
 from connector.reader.fetch import Fetch
+from connector.reader.prefetched_blocks import PrefetchedBlocks
 from connector.reader.reader import Reader
 from shared.contracts.kv_exchange import FetchedKv, KvGrant, LegOrder, unpack_full_hashes
 
@@ -26,6 +29,9 @@ FREE_SHARE_MIN = 0.1
 HELD_SHARE_MAX = 0.5
 """Share of the engine's blocks that all fetches together may pin: cached prefixes and blocks that they read into. The
 rest stays for requests, however many fetches are ordered.
+"""
+PREFETCHED_SHARE_MAX = 0.25
+"""Share of the engine's blocks that prefetches may fill with what no request has found yet: they evict what was in use.
 """
 WAITING_MAX = 64
 """Orders that wait for fetches of others."""
@@ -50,6 +56,10 @@ class BlockAllocator(Protocol):
     @property
     def fetch_blocks_max(self) -> int:
         """Blocks that all fetches together may pin."""
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the engine."""
 
     def hold(self, hashes: Sequence[bytes]) -> Held:
         """Pin what is cached of a prompt with these hashes."""
@@ -89,6 +99,12 @@ class Prefetch:
         """Blocks that it keeps from requests."""
         return len(self.held.blocks) + sum(len(blocks.ids) for blocks in self.blocks)
 
+    def brings(self, hashes: Sequence[bytes], start: int) -> bool:
+        """Whether it may bring what a prompt with these hashes lacks from the position ``start`` on."""
+        common, plan = min(len(self.hashes), len(hashes)), self.fetch.plan
+        is_same = common > 0 and self.hashes[common - 1] == hashes[common - 1]
+        return is_same and not self.fetch.stopped and plan.start <= start < plan.goal
+
     def includes(self, hashes: list[bytes]) -> bool:
         """Whether it fetches all of these: a block's hash names all blocks before it, too."""
         return len(hashes) <= len(self.hashes) and self.hashes[len(hashes) - 1] == hashes[-1]
@@ -106,12 +122,16 @@ class Waiting:
 class Prefetcher:
     """All fetches without a request. Used on the scheduler's thread."""
 
-    def __init__(self, reader: Reader, now: Callable[[], float]) -> None:
+    def __init__(
+        self, reader: Reader, now: Callable[[], float], under_way: list[Prefetch], blocks: PrefetchedBlocks
+    ) -> None:
+        """``under_way``: empty, and known to the reader, whose requests wait for these fetches."""
         self.ended: list[FetchEnded] = []
         self._reader = reader
         self._now = now
         self._allocator: BlockAllocator
-        self.under_way: list[Prefetch] = []
+        self.under_way = under_way
+        self._prefetched = blocks
         self._again: list[StartFetch] = []
         """Orders to start anew: the fetch that they waited for has failed."""
 
@@ -188,21 +208,22 @@ class Prefetcher:
             prefetch.failure = DEADLINE
             fetch.stop()
         elif not fetch.begun and (tokens := fetch.tokens()) is not None:
-            prefetch.blocks = self._allocate(fetch, tokens)
+            prefetch.blocks = self._allocate(prefetch.order, fetch, tokens)
             if prefetch.blocks:
                 fetch.begin(prefetch.blocks, now)
             else:
                 prefetch.failure = "no memory is free" if tokens else "no source holds it"
                 fetch.stop()
 
-    def _allocate(self, fetch: Fetch, tokens: int) -> list[Blocks]:
+    def _allocate(self, order: StartFetch, fetch: Fetch, tokens: int) -> list[Blocks]:
         """Blocks of each group for so many tokens, or fewer if each prefix is of use; none if there is no room."""
         groups, start = self._reader.groups, fetch.plan.start
         needed = (
             [groups.needed(number, start, start + tokens) for number in range(len(groups.groups))] if tokens else []
         )
         count = sum(map(len, needed))
-        ids = self._allocator.allocate(min(count, self._room())) if count else []
+        room = self._room_for_prefetches() if order.is_prefetch else self._room()
+        ids = self._allocator.allocate(min(count, room)) if count else []
         if len(ids) < count and not groups.keeps_prefix:
             self._allocator.free(ids)
             return []
@@ -221,6 +242,8 @@ class Prefetcher:
                 last = groups.needed(blocks.group, 0, upto).stop
                 self._allocator.cache(hashes, blocks.within(blocks.first, last), upto)
         self._allocator.free([*held.blocks, *(block_id for blocks in prefetch.blocks for block_id in blocks.ids)])
+        if prefetch.order.is_prefetch:
+            self._prefetched.add(hashes, held.boundary, end // groups.unit, self._now())
         reads = fetch.reads()
         failure = prefetch.failure or next((read.failure for read in reads if read.failure), "")
         whole = end >= self._goal(hashes)
@@ -245,6 +268,12 @@ class Prefetcher:
         """Further blocks that fetches may pin."""
         pinned = sum(prefetch.pinned for prefetch in self.under_way)
         return max(0, self._allocator.fetch_blocks_max - pinned)
+
+    def _room_for_prefetches(self) -> int:
+        """As ``_room``, for blocks that no request has found yet."""
+        coming = sum(len(blocks.ids) for one in self.under_way if one.order.is_prefetch for blocks in one.blocks)
+        most = int(self._allocator.blocks * PREFETCHED_SHARE_MAX)
+        return max(0, min(self._room(), most - self._prefetched.unused - coming))
 
     def _refusal(self, held: int) -> str:
         """Why no further fetch with so many cached blocks may begin; empty: it may."""

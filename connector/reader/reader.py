@@ -16,6 +16,7 @@ from connector.messages import PeerKey, ReadPart
 from connector.reader.fetch import Fetch, FetchLimits, FetchPlan, Outbox
 from connector.reader.lease_request import Source
 from connector.reader.peers import Peers
+from connector.reader.prefetched_blocks import WithoutRequest
 from shared.contracts.ids import WorkerId
 from shared.contracts.kv_exchange import (
     FirstToken,
@@ -200,6 +201,7 @@ class Reader:
         limits: FetchLimits,
         now: Callable[[], float],
         reply_to: str = "",
+        without_request: WithoutRequest | None = None,
     ) -> None:
         """``reply_to``: see ``LeaseKv``."""
         self.outbox = Outbox()
@@ -217,6 +219,7 @@ class Reader:
         self.groups = groups
         self._peers = peers
         self._limits = limits
+        self._without_request = without_request or WithoutRequest()
         self._reply_to = reply_to
         self._now = now
         self.fetching: dict[str, RequestState] = {}
@@ -247,6 +250,8 @@ class Reader:
         state = self._state_of(request, order)
         counts = state.counts
         common, state.common = local_tokens if state.common is None else state.common, None
+        if (prefetched := self._without_request.blocks).unused:
+            prefetched.found(request.block_hashes, local_tokens // self.groups.unit)
         if self._is_coming(state, request.block_hashes, local_tokens):
             return None
         fetch = self._fetch(state, request, local_tokens, common)
@@ -502,9 +507,14 @@ class Reader:
         return local
 
     def _is_coming(self, state: RequestState, hashes: Sequence[bytes], start: int) -> bool:
-        """Whether another request fetches all that this one would fetch from ``start`` on: it will be cached."""
+        """Whether another request fetches all that this one would fetch from ``start`` on, or a fetch without a request
+        the next part of it: it will be cached.
+        """
         if not hashes or not (state.order.sources or state.order.take):
             return False
+        others = self._without_request.under_way
+        if others and state.fetch is None and any(each.brings(hashes, start) for each in others):
+            return True
         other = self._by_goal.get(hashes[-1])
         return other is not None and other is not state.fetch and other.plan.start <= start and not other.stopped
 

@@ -460,6 +460,11 @@ class PoolBlockAllocator:
         self._groups = groups
 
     @property
+    def blocks(self) -> int:
+        """Blocks of the engine."""
+        return int(self._pool.num_gpu_blocks)
+
+    @property
     def fetch_blocks_max(self) -> int:
         """Blocks that all fetches together may pin."""
         return int(self._pool.num_gpu_blocks * HELD_SHARE_MAX)

@@ -34,7 +34,8 @@ from connector.messages import (
 )
 from connector.reader.fetch import FetchLimits
 from connector.reader.peers import Peers, key_of
-from connector.reader.prefetch import BlockAllocator, Prefetcher
+from connector.reader.prefetch import BlockAllocator, Prefetch, Prefetcher
+from connector.reader.prefetched_blocks import PrefetchedBlocks, WithoutRequest
 from connector.reader.reader import Reader
 from connector.reader.speed_test import SpeedTests
 from shared.contracts.ids import Epoch, WorkerId
@@ -55,11 +56,13 @@ ANSWERED_MAX = 4096
 class ExchangeStats:
     """Counters as reported in ``KvExchangeState``: counts reads and tokens; the holder counts leases."""
 
-    def __init__(self) -> None:
+    def __init__(self, prefetched: PrefetchedBlocks) -> None:
+        self._prefetched = prefetched
         self._reads = 0
         self._reads_failed = 0
         self._read_bytes = 0
         self._read_seconds = 0.0
+        self._prefetch_s = 0.0
         self._refused = 0
         self._recomputed_tokens = 0
         self._first_tokens = 0
@@ -68,14 +71,17 @@ class ExchangeStats:
         self.has_reported_any = False
         """The last report names leases or reads."""
 
-    def part(self, part: ReadPart) -> None:
+    def part(self, part: ReadPart, *, for_request: bool) -> None:
         """Count a part of a read that has ended."""
         self._reads += 1
         if part.failure:
             self._reads_failed += 1
-        else:
-            self._read_bytes += part.bytes
-            self._read_seconds += max(0.0, part.ended_s - part.started_s)
+            return
+        seconds = max(0.0, part.ended_s - part.started_s)
+        self._read_bytes += part.bytes
+        self._read_seconds += seconds
+        if not for_request:
+            self._prefetch_s += seconds
 
     def request(self, transfer_report: KvTransferReport, groups: GroupPlan, *, handed_over: bool) -> None:
         """Count an ended request. Tokens that a decode leg computes, beyond the tail after the last boundary, were
@@ -112,6 +118,10 @@ class ExchangeStats:
             recomputed_tokens_total=self._recomputed_tokens,
             first_tokens_received_total=self._first_tokens,
             recompute_slowed_seconds_total=self._slowed_s,
+            prefetched_blocks_total=self._prefetched.fetched,
+            prefetch_used_blocks_total=self._prefetched.used,
+            prefetch_wasted_blocks_total=self._prefetched.wasted,
+            prefetch_seconds_total=self._prefetch_s,
         )
         self.has_reported_any = bool(counts.leases or reads)
         return self._reported
@@ -125,6 +135,9 @@ class ExchangeStats:
         if reported is None:
             return now is not NO_LEASES
         if now != (reported.leases, reported.pinned_blocks, reported.next_expiry_s):
+            return True
+        prefetched = self._prefetched
+        if prefetched.fetched and prefetched.unused != reported.prefetched_unused_blocks:
             return True
         return bool(reported.reads) and not reads()
 
@@ -200,13 +213,16 @@ class ExchangeCore:
         self._now = now
         self._groups = groups
         self._peers = Peers()
-        self._stats = ExchangeStats()
         self._replies = PendingReplies()
         self._grant_ways = grant_ways or GrantWays()
         self.holder = Holder(settings, now)
         me = settings.worker_id, settings.epoch
-        self.reader = Reader(me, groups, self._peers, limits, now, self._grant_ways.reply_to)
-        self.prefetcher = Prefetcher(self.reader, now)
+        self._prefetched = blocks = PrefetchedBlocks()
+        self._stats = ExchangeStats(blocks)
+        under_way: list[Prefetch] = []
+        reply_to = self._grant_ways.reply_to
+        self.reader = Reader(me, groups, self._peers, limits, now, reply_to, WithoutRequest(under_way, blocks))
+        self.prefetcher = Prefetcher(self.reader, now, under_way, blocks)
         self._speed_tests = SpeedTests(self.reader.outbox, self.reader.numbers, now)
         self._digests = LeaseDigests(self.holder, now)
         self._hot: HotChains
@@ -228,6 +244,7 @@ class ExchangeCore:
 
     def handle(self, call: EngineCall) -> None:
         """Carry out a call of the worker; its reply is ``notifications``."""
+        self._prefetched.sweep(self._held, self._now())
         for peer in call.peers:
             self._add_peer(peer)
         for gone in call.gone:
@@ -253,6 +270,9 @@ class ExchangeCore:
             self._tell_chains(call)
         if call.release_all:
             self.holder.release_all()
+
+    def _held(self, hashes: Sequence[bytes]) -> int:
+        return self.holder.held(list(hashes))
 
     def _tell_chains(self, call: EngineCall) -> None:
         count, now, hot, replies = call.chains_max, self._now(), self._hot, self._replies
@@ -310,8 +330,9 @@ class ExchangeCore:
         """A part of a read has ended."""
         if self._speed_tests.on_part(part):
             return  # Nothing was received.
-        self._stats.part(part)
-        if not self.reader.on_part(part):
+        is_for_request = self.reader.on_part(part)
+        self._stats.part(part, for_request=is_for_request)
+        if not is_for_request:
             self.prefetcher.on_part(part)
 
     def on_digested(self, result: BlocksDigested) -> None:

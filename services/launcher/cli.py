@@ -20,6 +20,7 @@ from services.launcher.commands import init as init_command
 from services.launcher.commands import keys as key_commands
 from services.launcher.commands import lora as lora_commands
 from services.launcher.commands import orders as order_commands
+from services.launcher.commands import prefetch as prefetch_command
 from services.launcher.commands import profile as profile_commands
 from services.launcher.commands import service as service_commands
 from services.launcher.commands import tokens as token_commands
@@ -88,6 +89,7 @@ batch_commands.add_to(app)
 view_commands.add_to(app)
 order_commands.add_to(app)
 lora_commands.add_to(app)
+prefetch_command.add_to(app)
 profile_commands.add_to(app)
 weight_commands.add_to(app)
 doctor_command.add_to(app)

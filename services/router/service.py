@@ -20,6 +20,7 @@ from services.router.admission.admission_queue import AdmissionQueue
 from services.router.admission.bus_health import BusHealth
 from services.router.admission.placing import Placing
 from services.router.admission.policy import AdmissionPolicy
+from services.router.admission.prefetches import Prefetches
 from services.router.admission.queue_metrics import QueueMetrics
 from services.router.admission.waker import Waker
 from services.router.auth.authenticator import Authenticator
@@ -161,6 +162,7 @@ class Router:
         self.budgets = Budgets(bus, clock, self.usage.unstored, self._catch_up)
         self.accounting = Accounting(self.request_log, self.decisions, self.usage)
         self.request_tasks = RequestTasks()
+        self.prefetches = Prefetches(bus, clock)
         self.relay = self._make_relay(tracing)
         self.authenticator = Authenticator(settings, clock.now, self.budgets)
         self.responses = Responses(
@@ -259,6 +261,7 @@ class Router:
             retry=retry,
             suspects=suspects,
             decisions=self.decisions,
+            prefetches=self.prefetches,
             accounting=self.accounting,
             budgets=self.budgets,
             tracing=tracing,
@@ -294,6 +297,7 @@ class Router:
         gauge(names.ROUTER_PEERS, self.registry).set_function(lambda: book.others)
         self.registry.register(SpeedMetrics(self.speeds))
         self.registry.register(CountMetrics(names.ROUTER_RENDERED_PROMPTS, self.prompts.rendered.counts))
+        self.registry.register(CountMetrics(names.ROUTER_PREFETCHES, self.prefetches.counts))
         self.registry.register(CountMetrics(names.ROUTER_RESPONSES, self.responses.counts))
         self.registry.register(CountMetrics(names.ROUTER_BATCH_LINES, self.batches.lines.counts))
         gauge(names.ROUTER_BATCHES, self.registry).set_function(lambda: len(self.batches.runner.runs))

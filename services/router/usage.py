@@ -298,9 +298,12 @@ class UsageLog:
         failed = status >= CLIENT_ERROR and not cancelled
         used = Used(requests=1)
         used.failed, used.cancelled = int(failed), int(cancelled)
-        if context.placement is None or (failed and not _computed(context)):
-            return used
         prompt, completion = tokens
+        if context.placement is None:  # It reached no worker, or is a prefetch: no engine has computed anything.
+            used.prompt_tokens = bounded(prompt, COUNT_MAX)
+            return used
+        if failed and not _computed(context):
+            return used
         used.prompt_tokens, used.completion_tokens = bounded(prompt, COUNT_MAX), bounded(completion, COUNT_MAX)
         used.cached_tokens = bounded(finished.cached_tokens, used.prompt_tokens)
         count_engine_seconds(used, context, finished, self._cluster, decoding)

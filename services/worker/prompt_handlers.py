@@ -13,8 +13,15 @@ from shared.contracts.channels import RENDER, TOKENIZER, TOKENS
 from shared.contracts.control import AskTokenizer, AskTokens, ProbePrompt, PromptTokens, TokenizerAsset, TokensFound
 from shared.contracts.engine_paths import RESPONSES
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.inference import RENDER_S_MAX, RENDERED_BODY_BYTES_MAX, LegKind, RenderedPrompt, RenderPrompt
-from shared.contracts.kv_events import pack_hashes
+from shared.contracts.inference import (
+    RENDER_S_MAX,
+    RENDERED_BODY_BYTES_MAX,
+    LegKind,
+    PrefetchKv,
+    RenderedPrompt,
+    RenderPrompt,
+)
+from shared.contracts.kv_events import block_hash64, pack_hashes
 from shared.third_party import CONTAINED
 
 log = logging.getLogger("baton.worker")
@@ -108,37 +115,45 @@ class RenderHandler:
         self._slots = asyncio.Semaphore(AT_ONCE_MAX)
         self._count = 0
 
+    @property
+    def renders(self) -> bool:
+        return self._renderer is not None
+
     async def open(self) -> None:
         if self._renderer is not None:
             await self._bus.answer(RENDER, self.render, worker_id=self._worker_id)
 
     async def render(self, ask: RenderPrompt, _envelope: Envelope) -> RenderedPrompt:
-        if len(ask.body) > RENDERED_BODY_BYTES_MAX:
-            return self._refused(f"the body is larger than {RENDERED_BODY_BYTES_MAX} bytes")
-        if self._count >= AT_ONCE_MAX + WAITING_MAX:
-            return self._refused("too many prompts wait to be rendered")
-        self._count += 1
-        try:
-            async with asyncio.timeout(self._s_max), self._slots:
-                with CONTAINED:
-                    prompt = await self._prompt(ask)
-        except TimeoutError:
-            return self._refused(f"not done within {self._s_max:g} s")
-        except Exception as error:  # The engine's server failed on this prompt alone.
-            log.info("a prompt cannot be rendered for a router: %s: %s", type(error).__name__, error)
-            return self._refused(f"{type(error).__name__}: {error}")
-        finally:
-            self._count -= 1
+        prompt = await self.prompt_of(ask)
         return RenderedPrompt(
             worker_id=self._worker_id,
             epoch=self._epoch,
             tokens=prompt.tokens,
-            hashes=pack_hashes(prompt.hashes),
+            hashes=pack_hashes(map(block_hash64, prompt.hashes)),
             media_end=prompt.media_end,
             refusal=prompt.refusal,
         )
 
-    async def _prompt(self, ask: RenderPrompt) -> EnginePrompt:
+    async def prompt_of(self, ask: RenderPrompt | PrefetchKv) -> EnginePrompt:
+        """The prompt with its full hashes, or why there is none. Never raises."""
+        if len(ask.body) > RENDERED_BODY_BYTES_MAX:
+            return _not_rendered(f"the body is larger than {RENDERED_BODY_BYTES_MAX} bytes")
+        if self._count >= AT_ONCE_MAX + WAITING_MAX:
+            return _not_rendered("too many prompts wait to be rendered")
+        self._count += 1
+        try:
+            async with asyncio.timeout(self._s_max), self._slots:
+                with CONTAINED:
+                    return await self._prompt(ask)
+        except TimeoutError:
+            return _not_rendered(f"not done within {self._s_max:g} s")
+        except Exception as error:  # The engine's server failed on this prompt alone.
+            log.info("a prompt cannot be rendered for a router: %s: %s", type(error).__name__, error)
+            return _not_rendered(f"{type(error).__name__}: {error}")
+        finally:
+            self._count -= 1
+
+    async def _prompt(self, ask: RenderPrompt | PrefetchKv) -> EnginePrompt:
         """Under the same checks, and with the same changes of the body, as a leg."""
         if refused := await refusal(ask.body, ask.path):
             return EnginePrompt(refusal=refused.decode())
@@ -150,5 +165,6 @@ class RenderHandler:
         media_salt = ask.media_salt or ask.cache_salt
         return await self._renderer.render(ask.path, body, cache_salt=ask.cache_salt, media_salt=media_salt)
 
-    def _refused(self, why: str) -> RenderedPrompt:
-        return RenderedPrompt(worker_id=self._worker_id, epoch=self._epoch, refusal=why[:REFUSAL_CHARS_MAX])
+
+def _not_rendered(why: str) -> EnginePrompt:
+    return EnginePrompt(refusal=why[:REFUSAL_CHARS_MAX])

@@ -16,6 +16,7 @@ import msgspec
 from services.worker.engines.adapters import load_at_start
 from services.worker.engines.port import Engine, EngineDead, EngineRefused, Identity, StartEngine
 from services.worker.kv_events import CachePublisher
+from services.worker.kv_exchange.prefetch_orders import PrefetchHandler
 from services.worker.kv_exchange.prefix_copy import StoreCopies
 from services.worker.kv_exchange.suspects import Suspects
 from services.worker.kv_exchange.worker_exchange import UnreadOffers, WorkerExchange
@@ -193,10 +194,8 @@ class Worker:
             None if exchange is None else UnreadOffers(exchange, identity),
         )
         self._prober = None
-        self._opens = [
-            TokenizerHandler(engine, worker_id, epoch, service.bus).open,
-            RenderHandler(engine.renderer, worker_id, epoch, service.bus).open,
-        ]
+        renderer = RenderHandler(engine.renderer, worker_id, epoch, service.bus)
+        self._opens = [TokenizerHandler(engine, worker_id, epoch, service.bus).open, renderer.open]
         self._follows: list[Callable[[], Coroutine[Any, Any, None]]] = []
         if exchange is not None:
             for suspect, seconds in suspects.refused_s().items():
@@ -208,7 +207,9 @@ class Worker:
             settled, measure, digest = exchange.peers.settled, speeds.measure, exchange.digest
             self_tests = SelfTestHandler(service.bus, service.clock, engine, identity, settled, measure, digest)
             self._prober = Prober(worker_id, exchange.peers, self_tests, lends=engine.facts.prefix_caching)
-            self._opens.append(self_tests.open)
+            prefetches = PrefetchHandler(service.bus, service.clock, identity, renderer, exchange)
+            self._opens += [self_tests.open, prefetches.open]
+            self._follows.append(prefetches.follow)
             copies = StoreCopies(service.bus, exchange, lambda: registration.record, settings)
             self._follows.append(copies.follow)
         self._status = WorkerStatus(

@@ -58,7 +58,16 @@ from shared.contracts.fleet_orders import (
     WeightsOrdered,
     WorkerDrained,
 )
-from shared.contracts.inference import CancelLeg, FrameBatch, RenderedPrompt, RenderPrompt, RequestsFinished, StartLeg
+from shared.contracts.inference import (
+    CancelLeg,
+    FrameBatch,
+    PrefetchedKv,
+    PrefetchKv,
+    RenderedPrompt,
+    RenderPrompt,
+    RequestsFinished,
+    StartLeg,
+)
 from shared.contracts.kv_events import AskKvSnapshot, KvEventBatch, KvSnapshot
 from shared.contracts.kv_exchange import AskKvHandshake, FetchedKv, FetchKv, KvGrant, KvHandshake, LeaseKv, ReleaseKv
 from shared.contracts.load import LoadReport
@@ -205,6 +214,7 @@ KV_RELEASE = Channel(
 KV_FETCH = AskChannel(
     "kv.{worker_id}.fetch.{sender_id}", FetchKv, Delivery.ASK, WORKERS, WORKERS, answer=FetchedKv, sent_by="sender_id"
 )
+KV_PREFETCH = AskChannel("kv.{worker_id}.prefetch", PrefetchKv, Delivery.ASK, ROUTERS, WORKERS, answer=PrefetchedKv)
 TOKENIZER = AskChannel(
     "worker.{worker_id}.tokenizer", AskTokenizer, Delivery.ASK, ROUTERS, WORKERS, answer=TokenizerAsset
 )

@@ -80,6 +80,20 @@ class CandidateRecord(Message, frozen=True, kw_only=True):
     meets_targets: bool = True
 
 
+class PrefetchRecord(Message, frozen=True, kw_only=True):
+    """What a worker read of a prompt's KV before the request's legs began, in tokens."""
+
+    worker_id: WorkerId
+    is_order: bool = False
+    """Whether the client ordered this, and nothing else."""
+    held_tokens: int = 0
+    """Tokens that the worker had before."""
+    fetched_tokens: int = 0
+    seconds: float = 0.0
+    failure: str = ""
+    """Why less than all that other workers have is there now; text for people."""
+
+
 class DecisionRecord(Message, frozen=True, kw_only=True):
     """One placement and the result of its attempt. -1: number unknown (so far)."""
 
@@ -148,6 +162,8 @@ class DecisionRecord(Message, frozen=True, kw_only=True):
     """A step of that worker with as many prompt tokens as it computes at once: longer than the ITL target."""
     regret_s: float = -1.0
     """Excess of the measured time to the first token over the best prediction for another candidate."""
+    prefetch: PrefetchRecord | None = None
+    """What was prefetched for the request; None: nothing."""
     outcome: str = ""
     """Empty while the request runs; then ``ok`` or the ``Reason`` for which it failed."""
 

@@ -306,3 +306,40 @@ class RenderedPrompt(Message, frozen=True, kw_only=True):
     """Index after the last token that stands for a medium; 0: there is none."""
     refusal: str = ""
     """Why there is no result; empty when there is."""
+
+
+PREFETCH_S_MAX = 30.0
+"""The longest time that a router may give a worker to prefetch one prompt."""
+
+
+class PrefetchKv(Message, frozen=True, kw_only=True):
+    """Router -> worker: read the KV of this request's prompt from the sources, before the request comes. Nothing is
+    computed.
+    """
+
+    worker_id: WorkerId
+    epoch: Epoch
+    path: str
+    body: bytes
+    """The client's; likewise the salts, as in ``StartLeg``."""
+    cache_salt: str = ""
+    media_salt: str = ""
+    sources: list[KvSource]
+    tokens: int
+    """What the router expects to be read, in tokens."""
+    deadline_s: float
+
+
+class PrefetchedKv(Message, frozen=True, kw_only=True):
+    """Worker -> router: the result of PrefetchKv, in tokens of the prompt."""
+
+    worker_id: WorkerId
+    epoch: Epoch
+    prompt_tokens: int = 0
+    held_tokens: int = 0
+    """Tokens that the worker's engine had before."""
+    fetched_tokens: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    failure: str = ""
+    """Why less than all that can be handed over is there now, as text."""

@@ -441,6 +441,19 @@ class KvExchangeState(Message, frozen=True, kw_only=True):
     lost_blocks_total: int = 0
     """Blocks of recently used prefixes that the engine evicted before a store had copied them. Not counted without a
     store."""
+    prefetched_blocks_total: int = 0
+    """Blocks that prefetches have brought, which routers order."""
+    prefetch_used_blocks_total: int = 0
+    """Prefetched blocks that a later request found."""
+    prefetch_wasted_blocks_total: int = 0
+    """Prefetched blocks that no request found before they were evicted, or in good time."""
+    prefetch_seconds_total: float = 0.0
+    """The part of ``read_seconds_total`` that reads without a request took."""
+
+    @property
+    def prefetched_unused_blocks(self) -> int:
+        """Prefetched blocks of which nothing has come yet."""
+        return self.prefetched_blocks_total - self.prefetch_used_blocks_total - self.prefetch_wasted_blocks_total
 
 
 class KvPlane(Message, frozen=True, kw_only=True):

@@ -121,6 +121,12 @@ ROUTER_RENDERED_PROMPTS = counter(
     "Requests by what came of asking a worker to render their prompt.",
     "outcome",
 )
+ROUTER_PREFETCHES = counter(
+    "baton_router_prefetches_total",
+    "requests",
+    "Prompts whose KV a worker was to read before their requests came, by what came of that.",
+    "outcome",
+)
 ROUTER_RESPONSES = counter(
     "baton_router_kept_responses_total",
     "responses",
@@ -265,6 +271,15 @@ WORKER_STORE_COPIES = counter(
     "baton_worker_store_copies_total",
     "blocks",
     "Blocks of recently used prefixes that a store copied, or that the engine evicted before (copied, lost).",
+    *OF_WORKER,
+    "outcome",
+)
+
+WORKER_PREFETCHED = counter(
+    "baton_worker_prefetched_blocks_total",
+    "blocks",
+    "Prefetched blocks (fetched), those that a request found later (used), and those that none did before they were "
+    "evicted, or within ten minutes (wasted).",
     *OF_WORKER,
     "outcome",
 )

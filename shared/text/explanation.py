@@ -61,6 +61,8 @@ def headline(decision: DecisionRecord) -> str:
     status = (
         "is running" if not decision.outcome else "ran" if decision.outcome == OK else f"failed ({decision.outcome})"
     )
+    if decision.prefetch is not None and decision.prefetch.is_order:
+        return f"{request} ordered a prefetch, on {decision.prefetch.worker_id}; nothing was computed."
     if decision.mode == DISAGGREGATED:
         workers = f"prefill on {decision.prefill_worker}, decode on {decision.decode_worker}"
     elif decision.mode == DECODE_FIRST:
@@ -68,6 +70,18 @@ def headline(decision: DecisionRecord) -> str:
     else:
         workers = f"prefill and decode on {decision.decode_worker}"
     return f"{request} {status}: {workers}."
+
+
+def prefetch_text(decision: DecisionRecord) -> str:
+    """What a worker read before the request's legs began; empty: nothing."""
+    prefetch = decision.prefetch
+    if prefetch is None:
+        return ""
+    text = (
+        f"{prefetch.worker_id} had {counted(prefetch.held_tokens)} tokens and read {counted(prefetch.fetched_tokens)} "
+        f"in {duration(prefetch.seconds)}"
+    )
+    return f"{text}: {prefetch.failure}" if prefetch.failure else text
 
 
 def because(decision: DecisionRecord) -> list[str]:

@@ -23,7 +23,7 @@ from services.worker.tiny_model import EOS_ID
 from shared.bus.port import Envelope
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import RENDERED_BODY_BYTES_MAX, RenderedPrompt, RenderPrompt
-from shared.contracts.kv_events import unpack_hashes
+from shared.contracts.kv_events import block_hash64, unpack_hashes
 from shared.contracts.workers import HashScheme
 from tests.engines.front import BLOCK, CHAT, MODEL, Front, front, model_with_images
 from tests.engines.test_media import BLUE, RED, workers_environment
@@ -104,7 +104,7 @@ async def test_a_rendered_prompt_has_the_blocks_of_the_engines(server):
 
         assert found.refusal == ""
         assert found.tokens == len(request.prompt_token_ids)
-        assert [*unpack_hashes(found.hashes)] == hashes_of(request, server.scheme)
+        assert [*unpack_hashes(found.hashes)] == [*map(block_hash64, hashes_of(request, server.scheme))]
         assert len(unpack_hashes(found.hashes)) == found.tokens // server.scheme.block_size >= 2
         assert found.media_end == IMAGE_TOKENS
 
@@ -159,7 +159,7 @@ async def test_every_conversation_is_rendered_as_the_engine_gets_them(server):
 
         assert found.refusal == ""
         assert found.tokens == len(request.prompt_token_ids)
-        assert [*unpack_hashes(found.hashes)] == hashes_of(request, server.scheme)
+        assert [*unpack_hashes(found.hashes)] == [*map(block_hash64, hashes_of(request, server.scheme))]
         assert len(unpack_hashes(found.hashes)) >= 2
         assert request.cache_salt == (salt or None)
 

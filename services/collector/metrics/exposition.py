@@ -183,6 +183,9 @@ def _counted(metrics: FleetMetrics, now: float, *, exchange: bool = False) -> li
     ]
 
 
+PREFETCHED_TOTALS = {"fetched": "prefetched_blocks", "used": "prefetch_used_blocks", "wasted": "prefetch_wasted_blocks"}
+
+
 def _exchange(metrics: FleetMetrics, now: float) -> Iterator[Family]:
     exchanges = [
         ((worker_id, view.load.role.value), view.load.exchange)
@@ -205,6 +208,12 @@ def _exchange(metrics: FleetMetrics, now: float) -> Iterator[Family]:
         for outcome in ("copied", "lost")
     ]
     yield Family(names.WORKER_STORE_COPIES, copies)
+    prefetched = [
+        Sample((*labels, outcome), totals[total])
+        for labels, totals in counted
+        for outcome, total in PREFETCHED_TOTALS.items()
+    ]
+    yield Family(names.WORKER_PREFETCHED, prefetched)
     yield Family(names.WORKER_LEASES, leases)
     yield Family(names.WORKER_READS, reads)
     for metric, total in (

@@ -241,6 +241,9 @@ EXCHANGE_TOTALS = (
     "recompute_slowed_seconds",
     "copied_blocks",
     "lost_blocks",
+    "prefetched_blocks",
+    "prefetch_used_blocks",
+    "prefetch_wasted_blocks",
 )
 """Counters in a load report's ``exchange`` since the start of the epoch, in fields named ``<total>_total``."""
 STORE_TOTALS = (

@@ -196,6 +196,7 @@ def _facts(decision: DecisionRecord) -> Table:
         table.add_row("prompt", explanation.cached_text(decision))
     if threshold := explanation.threshold_text(decision):
         table.add_row("threshold", threshold)
+    _add_prefetch(table, decision)
     for source in decision.sources:
         until = f", up to the boundary at {counted(source.boundary)} tokens" if source.boundary else ""
         table.add_row("KV from", f"{source.worker_id}, {_blocks(source.first, source.end)}{until}")
@@ -219,6 +220,11 @@ def _facts(decision: DecisionRecord) -> Table:
             "recompute", f"KV was lost; what was computed again was slowed for {slowed} beside ready requests"
         )
     return table
+
+
+def _add_prefetch(table: Table, decision: DecisionRecord) -> None:
+    if prefetch := explanation.prefetch_text(decision):
+        table.add_row("prefetch", Text(prefetch, overflow="fold"))
 
 
 def _blocks(first: int, end: int) -> str:

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from services.router.decisions.decision_filter import DecisionFilter
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.request.timings import total_s
-from shared.contracts.decisions import CandidateRecord, DecisionRecord, Part, TtftParts
+from shared.contracts.decisions import CandidateRecord, DecisionRecord, Part, PrefetchRecord, TtftParts
 from shared.contracts.ids import DecisionId, RequestId, RouterId, WorkerId
 from shared.contracts.inference import LegReport
 
@@ -54,6 +54,7 @@ class Decision:
     hit_share = -1.0
     gap_worker = WorkerId("")
     gap_step_s = 0.0
+    prefetch: PrefetchRecord | None = None
     answered = False
     """The client has its response; the report of another leg may be missing."""
     on_end: tuple[Callable[[], None], ...] = ()
@@ -194,6 +195,7 @@ class Decision:
             gap_worker=self.gap_worker,
             gap_step_s=self.gap_step_s,
             regret_s=regret_s(predicted, self.measured, candidates),
+            prefetch=self.prefetch,
             outcome=self.outcome,
         )
 

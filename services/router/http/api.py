@@ -130,6 +130,13 @@ BATON: dict[str, Any] = {
             "description": "How often the stream may be resumed at another worker when it breaks off; no more than the "
             "operator allows.",
         },
+        "prefetch": {
+            "type": "boolean",
+            "default": False,
+            "description": "Answer nothing: the worker to which this request would go now reads what other workers and "
+            "stores have of its prompt's KV, because a request with this prefix will come. The response, of the type "
+            "`baton.prefetch`, says what was there and what was fetched.",
+        },
     },
 }
 CONTROL_PROPERTIES: dict[str, Any] = {

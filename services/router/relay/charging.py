@@ -49,8 +49,12 @@ def charge(context: RequestContext, prompt: Prompt, now: float) -> HttpError | N
 
 
 def used_by(context: RequestContext, now: float) -> tuple[int, int]:
-    """Prompt and completion tokens that a request has used. One that reached no worker has used nothing."""
+    """Prompt and completion tokens that a request has used: none if it reached no worker, and what was fetched if it is
+    a prefetch.
+    """
     report = context.report
+    if context.facts.options.prefetch:
+        return context.prefetch.fetched_tokens if context.prefetch is not None else 0, 0
     if context.placement is None or context.prompt is None:
         return 0, 0
     return tokens_used(
@@ -74,7 +78,7 @@ def settle(context: RequestContext, used: tuple[int, int], now: float) -> None:
 
 def _tokens_out(context: RequestContext) -> int:
     facts = context.facts
-    if facts.path not in GENERATING:
+    if facts.path not in GENERATING or facts.options.prefetch:
         return 0
     return min(facts.tokens_out, TOKENS_OUT_CHARGED) if facts.tokens_out else TOKENS_OUT_CHARGED
 

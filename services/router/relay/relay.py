@@ -32,17 +32,19 @@ import msgspec
 
 from services.router.admission.admission_queue import AdmissionQueue
 from services.router.admission.placing import Placing
+from services.router.admission.prefetches import Prefetches
 from services.router.admission.queues import QueueEntry
 from services.router.auth.api_keys import salted
 from services.router.decisions.decision_service import DecisionService
 from services.router.feeds.default_mode import DefaultModeFeed
-from services.router.placement.placement import Placement, Rejection
+from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.placement.policy import RequestPolicy
 from services.router.relay.accounting import Accounting
 from services.router.relay.attempt import Attempt
 from services.router.relay.charging import charge, settle, too_many_sequences, used_by
 from services.router.relay.failure_policy import FailurePolicy
 from services.router.relay.migration import resumes_allowed
+from services.router.relay.prefetch_answer import prefetch_answer, prefetch_headers
 from services.router.relay.request_tasks import RequestTasks
 from services.router.relay.retry import Retry
 from services.router.relay.running_leg import EngineRefused, LegServices, NotAnswered
@@ -72,6 +74,7 @@ AUTO: Final = Mode.AUTO
 
 log = logging.getLogger("baton.router")
 
+OK: Final = 200
 SERVICE_UNAVAILABLE: Final = 503
 ENGINE_FULL: Final = Failure(reason=Reason.WORKER_BUSY, message="the engine takes no requests")
 
@@ -96,6 +99,7 @@ class Relay:
         retry: Retry,
         suspects: Suspects,
         decisions: DecisionService,
+        prefetches: Prefetches,
         accounting: Accounting,
         budgets: Budgets,
         tracing: Tracing,
@@ -116,6 +120,7 @@ class Relay:
         self._retry = retry
         self._suspects = suspects
         self._decisions = decisions
+        self._prefetches = prefetches
         self._accounting = accounting
         self._budgets = budgets
         self._tracing = tracing
@@ -213,6 +218,9 @@ class Relay:
         if context.not_serving:
             request = msgspec.structs.replace(request, excluded=context.not_serving)
         context.request = request
+        if facts.options.prefetch:
+            self._later(context, self._prefetch(context, request), "prefetch")
+            return
         context.entry = entry = QueueEntry(request, timings.started_at, context.ends_at)
         placement = self._placing.first_now(context, entry)
         if placement is None:
@@ -222,6 +230,21 @@ class Relay:
 
     async def _wait_for_placement(self, context: RequestContext, entry: QueueEntry) -> None:
         self._try(context, await self._placing.first(context, entry), None)
+
+    async def _prefetch(self, context: RequestContext, request: PlacementRequest) -> None:
+        """Answer with what the worker has read to which the next turn would go now."""
+        placement = self._placing.again(context, request)
+        self._decisions.made(context, placement)
+        if isinstance(placement, Rejection):
+            self._reject(context, placement, None)
+            return
+        self._decisions.prefetched(context, await self._prefetches.fetch(context, placement))
+        if context.http_request.left:
+            self._fail(context, CLIENT_LEFT)
+            return
+        context.status = OK
+        context.http_request.answer(OK, prefetch_headers(context), prefetch_answer(context, placement))
+        self._finish(context)
 
     def _path_fault(self, context: RequestContext) -> HttpError | None:
         """404 when no engine serves the path of the request; else notes which do not."""

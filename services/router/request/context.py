@@ -19,6 +19,7 @@ from services.router.request.timings import Timings
 from services.router.request.trace import Trace
 from services.router.state.worker_view import WorkerView
 from shared.bus.leg_inbox import Leg, LegInbox
+from shared.contracts.decisions import PrefetchRecord
 from shared.contracts.engine_paths import RESPONSES
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.ids import Epoch, WorkerId
@@ -83,6 +84,8 @@ class RequestContext:
     """The placement that the present attempt runs."""
     decision: Decision | None = None
     """The last placement or rejection, in the decision log."""
+    prefetch: PrefetchRecord | None = None
+    """What a worker has read for it before its legs began."""
     stopped: Failure | None = None
     """Why the present attempt goes no further."""
     attempts = 0

@@ -42,6 +42,8 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
     ttft_s: float | None = None
     itl_s: float | None = None
     resumes_max: int | None = None
+    prefetch: bool = False
+    """Nothing is answered: a worker reads what others have of the prompt's KV, for a request that is to come."""
 
 
 NO_OPTIONS = RequestOptions()

@@ -90,8 +90,11 @@ def read_request(path: str, body: bytes) -> RequestFacts:
         long_value = withheld or long_value
     ours = path in PLACED
     options = read_options(parsed.baton) if ours and given(parsed.baton) else NO_OPTIONS
+    unsplittable = unsplittable_reason(path, parsed)
     fault = options if isinstance(options, Fault) else find_fault(parsed) if ours else None
     fault = fault or long_value or priority_fault(parsed.priority)
+    if not isinstance(options, Fault) and options.prefetch:
+        fault = fault or prefetch_fault(parsed, unsplittable)
     if parsed.chat_template_kwargs is not None and (name := _reserved(parsed.chat_template_kwargs, body)):
         fault = Fault(param="chat_template_kwargs", message=reserved_message(name))
     ours = ours and fault is None
@@ -99,7 +102,7 @@ def read_request(path: str, body: bytes) -> RequestFacts:
         path=path,
         model=model[:MODEL_CHARS_MAX] if isinstance(model, str) else "",
         stream=parsed.stream is True,
-        unsplittable=unsplittable_reason(path, parsed),
+        unsplittable=unsplittable,
         tokens_out=_limit(parsed),
         sequences=_sequences(path, parsed, body),
         body=parsed,
@@ -239,7 +242,17 @@ def read_options(raw: msgspec.Raw) -> RequestOptions | Fault:
         ttft_s=values.get("ttft_s"),
         itl_s=values.get("itl_s"),
         resumes_max=values.get("resumes_max"),
+        prefetch=values.get("prefetch") is True,
     )
+
+
+def prefetch_fault(body: Body, unsplittable: str) -> Fault | None:
+    """The fault of a prefetch that asks for what only an answer has."""
+    if body.stream is True:
+        return Fault(param="stream", message="A prefetch has no stream: leave out `stream`.")
+    if unsplittable:
+        return Fault(param="baton.prefetch", message=f"This request cannot be prefetched: {unsplittable}.")
+    return None
 
 
 def unsplittable_reason(path: str, body: Body) -> str:
@@ -334,5 +347,6 @@ OPTION_RULES: Final[dict[str, tuple[Callable[[Any], bool], str]]] = {
     "ttft_s": (is_target, _SECONDS),
     "itl_s": (is_target, _SECONDS),
     "resumes_max": (lambda value: type(value) is int and value >= 0, "an integer, 0 or more"),
+    "prefetch": (lambda value: type(value) is bool, "true or false"),
 }
 """The fields of a ``baton`` object: whether a value is valid, and a description of valid values."""

@@ -81,6 +81,8 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool
     background: bool
     previous_id: str
+    is_prefetch: bool = False
+    """Nothing is answered that could be kept."""
 
 
 _fields = msgspec.json.Decoder(Fields)
@@ -99,11 +101,26 @@ def read_wanted(body: bytes) -> Wanted | None:
     if store is None or background is None or previous is None:
         return None
     _check(fields, store=store, background=background, previous=previous)
+    is_prefetch = _is_prefetch(fields)
+    if is_prefetch and background:
+        raise BadRequest("A prefetch is no response in the background: leave out `background`.", "background")
+    store = store and not is_prefetch
     if not (store or background or previous):
         return None
     return Wanted(
-        fields=fields, store=store, stream=_is_true(fields, "stream"), background=background, previous_id=previous
+        fields=fields,
+        store=store,
+        stream=_is_true(fields, "stream"),
+        background=background,
+        previous_id=previous,
+        is_prefetch=is_prefetch,
     )
+
+
+def _is_prefetch(fields: Fields) -> bool:
+    """Whether the body orders a prefetch; if its ``baton`` cannot be read, the relay says so."""
+    own = fields_of(fields.get("baton", EMPTY))
+    return own is not None and _is_true(own, "prefetch")
 
 
 def _check(fields: Fields, *, store: bool, background: bool, previous: str) -> None:

@@ -191,7 +191,8 @@ class Responses:
         client = http_request.head.client
         if inner.whole is not None:
             status, headers, body = inner.whole
-            body = await self._kept(client, wanted, items, body) if status == OK else body
+            if status == OK and not wanted.is_prefetch:
+                body = await self._kept(client, wanted, items, body)
             if not http_request.left:
                 http_request.answer(status, headers, body)
         elif inner.ended:

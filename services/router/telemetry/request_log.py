@@ -270,10 +270,15 @@ class RequestLog:
     def finished(self, context: RequestContext, now: float) -> RequestFinished:
         """Record a request that has ended; returns its record."""
         finished = self._tracing.ended(context, finished_request(context, now))
-        self.metrics.finished(finished, context.placement, context.timings.gap_s_max)
-        self.reports.add(finished)
+        if context.facts.options.prefetch:
+            self.metrics.prefetched(finished)
+        else:
+            self.metrics.finished(finished, context.placement, context.timings.gap_s_max)
+            self.reports.add(finished)
         if self._log_requests:
             facts = log_facts(finished)
+            if context.prefetch is not None:
+                facts["prefetch"] = msgspec.structs.asdict(context.prefetch)
             if "trace_id" not in facts and (trace_id := context.trace_id()):
                 facts["trace_id"] = trace_id
             log.info("request", extra={"facts": facts})

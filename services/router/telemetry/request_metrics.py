@@ -67,6 +67,12 @@ class RequestMetrics:
         """A stream continues after an interruption of ``broken_s``."""
         self._resume_s.observe(broken_s)
 
+    def prefetched(self, finished: RequestFinished) -> None:
+        """A prefetch has ended, which counts in no latency and no target: it answers nothing."""
+        self._requests.labels(finished.mode, finished.status).value += 1
+        if finished.reason:
+            self._refusals.labels(finished.reason).value += 1
+
     def finished(self, finished: RequestFinished, placement: Placement | None, gap_s_max: float) -> None:
         """A request has ended."""
         self._requests.labels(finished.mode, finished.status).value += 1

@@ -281,8 +281,8 @@ class EnginePrompt:
     """A request as the engine would get it (see ``RenderedPrompt``)."""
 
     tokens: int = 0
-    hashes: list[int] = field(default_factory=list)
-    """Hashes of the full blocks, 64 bits each."""
+    hashes: list[bytes] = field(default_factory=list)
+    """Full hashes of the full blocks."""
     media_end: int = 0
     refusal: str = ""
 

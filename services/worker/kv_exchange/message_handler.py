@@ -290,12 +290,16 @@ class FetchHandler:
 
     async def answer(self, fetch: FetchKv, _envelope: Envelope) -> FetchedKv:
         """Handler of KV_FETCH. Raises AskRefused."""
+        return await self.run(fetch)
+
+    async def run(self, fetch: FetchKv, *, is_prefetch: bool = False) -> FetchedKv:
+        """Have the engine fetch. ``is_prefetch``: see ``StartFetch``. Raises AskRefused."""
         if refusal := self._refusal(fetch):
             raise AskRefused(refusal)
         fetch_id = uuid.uuid4().hex
         done: asyncio.Future[FetchedKv] = asyncio.get_running_loop().create_future()
         self._under_way[fetch_id] = done
-        self._calls.add(EngineCall(fetches=[StartFetch(fetch_id=fetch_id, fetch=fetch)]))
+        self._calls.add(EngineCall(fetches=[StartFetch(fetch_id=fetch_id, fetch=fetch, is_prefetch=is_prefetch)]))
         try:
             async with asyncio.timeout(fetch.deadline_s + OVERTIME_S):
                 return await done

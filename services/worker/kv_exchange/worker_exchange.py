@@ -32,7 +32,7 @@ from shared.bus.port import Bus, Envelope
 from shared.contracts.channels import KV_FETCH, KV_HANDSHAKE
 from shared.contracts.ids import Epoch, LegId, WorkerId
 from shared.contracts.inference import LegKind, StartLeg
-from shared.contracts.kv_exchange import AskKvHandshake, KvExchangeState, KvHandshake, ReleaseKv
+from shared.contracts.kv_exchange import AskKvHandshake, FetchedKv, FetchKv, KvExchangeState, KvHandshake, ReleaseKv
 from shared.contracts.workers import Fingerprint, WorkerRecord
 from shared.runtime.clock import Clock
 
@@ -136,6 +136,19 @@ class WorkerExchange:
             self._copies = self._copies[0] + copied, self._copies[1] + lost
             self._set_state(self.state)
 
+    async def prefetch(self, fetch: FetchKv) -> FetchedKv:
+        """Have this engine fetch blocks for a request that is to come. Raises AskRefused."""
+        return await self._fetches.run(fetch, is_prefetch=True)
+
+    @property
+    def awaits_use(self) -> bool:
+        """Whether there are prefetched blocks of which nothing has come yet."""
+        return self.state.prefetched_unused_blocks > 0
+
+    def wake(self) -> None:
+        """Have the engine look what has changed; an idle one takes no step."""
+        self._calls.add(EngineCall())
+
     @property
     def records(self) -> list[WorkerRecord]:
         """Records of the workers that exchange KV with this one."""
@@ -226,14 +239,15 @@ class WorkerExchange:
                 async with asyncio.timeout(wait_s):
                     await changed.wait()
             except TimeoutError:
-                self._calls.add(EngineCall())
+                self.wake()
                 await changed.wait()
 
 
 def events(state: KvExchangeState) -> int:
     """Grows with every change of the state. States arrive over two connections, and the older one may arrive last."""
     leases = state.leases_granted_total + state.leases_released_total + state.leases_expired_total
-    return leases + state.leases_refused_total + state.reads_total + state.reads_failed_total
+    prefetched = state.prefetched_blocks_total + state.prefetch_used_blocks_total + state.prefetch_wasted_blocks_total
+    return leases + state.leases_refused_total + state.reads_total + state.reads_failed_total + prefetched
 
 
 class Awaited(Generic[Result]):

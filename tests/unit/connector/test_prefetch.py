@@ -10,15 +10,18 @@ from connector.groups import full_attention
 from connector.holder.holder import HolderSettings
 from connector.messages import EngineCall, Peer, ReadPart, StartFetch
 from connector.reader.fetch import FetchLimits
-from connector.reader.prefetch import HELD_SHARE_MAX
+from connector.reader.prefetch import HELD_SHARE_MAX, PREFETCHED_SHARE_MAX
+from connector.reader.prefetched_blocks import SWEEP_S, UNUSED_S_MAX
 from connector.scheduler.exchange_core import ExchangeCore
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import (
     FetchedKv,
     FetchKv,
+    KvExchangeState,
     KvGrant,
     KvSource,
     LeaseKv,
+    LegOrder,
     ReleaseKv,
     pack_full_hashes,
     unpack_full_hashes,
@@ -53,10 +56,45 @@ class Engine:
         self.results: dict[str, FetchedKv] = {}
 
     @property
+    def prefetched(self) -> tuple[int, int, int]:
+        """Blocks that prefetches brought, and those used and wasted, as the worker is told."""
+        self.now += SWEEP_S
+        self.core.handle(EngineCall())
+        state: KvExchangeState | None = self.core.notifications().state
+        assert state is not None
+        return state.prefetched_blocks_total, state.prefetch_used_blocks_total, state.prefetch_wasted_blocks_total
+
+    def prefetch(self, fetch_id: str, hashes: list[bytes]) -> int:
+        """Order it and let all arrive; returns the blocks that were read."""
+        self.order(fetch_id, hashes, is_prefetch=True)
+        self.grant_all()
+        return self.read_all()
+
+    def ask(self, hashes: list[bytes], local: int, request_id: str = "r") -> int | None:
+        """What the reader answers when the engine schedules a request with so many cached blocks."""
+        request = SimpleNamespace(
+            request_id=request_id, num_preemptions=0, num_tokens=len(hashes) * BLOCK_TOKENS + 1, block_hashes=hashes
+        )
+        order = LegOrder(sources=[KvSource(worker_id=WorkerId("p"), epoch=Epoch(1))])
+        return self.core.reader.matched(request, order, local * BLOCK_TOKENS)
+
+    def evict_all(self) -> None:
+        """New content takes all blocks."""
+        self.pool.free_blocks(self.pool.get_new_blocks(self.pool.get_num_free_blocks()))
+
+    @property
     def pinned(self) -> int:
         return self.free_at_first - self.pool.get_num_free_blocks()
 
-    def order(self, fetch_id: str, hashes: list[bytes], source: str = "p", deadline_s: float = 5.0) -> None:
+    def order(
+        self,
+        fetch_id: str,
+        hashes: list[bytes],
+        source: str = "p",
+        deadline_s: float = 5.0,
+        *,
+        is_prefetch: bool = False,
+    ) -> None:
         sources = [KvSource(worker_id=WorkerId(source), epoch=Epoch(1))]
         fetch = FetchKv(
             worker_id=WorkerId("me"),
@@ -65,7 +103,7 @@ class Engine:
             sources=sources,
             deadline_s=deadline_s,
         )
-        self.core.handle(EngineCall(fetches=[StartFetch(fetch_id=fetch_id, fetch=fetch)]))
+        self.core.handle(EngineCall(fetches=[StartFetch(fetch_id=fetch_id, fetch=fetch, is_prefetch=is_prefetch)]))
         self.step()
 
     def grant_all(self, *, refused: bool = False) -> None:
@@ -254,3 +292,86 @@ def test_what_a_store_has_copied_is_still_evicted_next():
 
     engine.pool.get_new_blocks(20)
     assert (engine.core.holder.held(first), engine.core.holder.held(second)) == (10, 30)
+
+
+def test_unused_prefetched_blocks_have_a_bound_and_used_ones_have_none(engine):
+    most = int(BLOCKS * PREFETCHED_SHARE_MAX)
+    first, second, third = (chain(10, name) for name in ("first", "second", "third"))
+
+    assert (engine.prefetch("f1", first), engine.prefetch("f2", second)) == (10, most - 10)
+    assert engine.prefetch("f3", third) == 0
+    assert engine.results["f3"].failure == "no memory is free"
+    assert engine.ask(first, 10) == 0
+
+    assert engine.prefetch("f4", third) == 10
+    assert engine.prefetched == (10 + most, 10, 0)
+
+
+def test_other_fetches_neither_count_as_prefetches_nor_have_their_bound(engine):
+    for number in range(2):
+        engine.order(f"f{number}", chain(15, f"prompt {number}"))
+    engine.grant_all()
+
+    assert engine.read_all() == 30
+    assert engine.prefetched == (0, 0, 0)
+
+
+def test_prefetched_blocks_are_used_once_and_by_those_who_find_them(engine):
+    prompt = chain(10)
+    engine.prefetch("f", prompt)
+
+    engine.ask(chain(10, "another"), 10, "another")
+    assert engine.prefetched == (10, 0, 0)
+    for number in range(2):
+        engine.ask(prompt[:6], 6, f"short {number}")
+        assert engine.prefetched == (10, 6, 0)
+    engine.ask([*prompt, *chain(3, "more")], 10, "next turn")
+    assert engine.prefetched == (10, 10, 0)
+
+
+def test_prefetched_blocks_that_are_evicted_or_not_used_in_time_are_wasted(engine):
+    engine.prefetch("f1", chain(10, "evicted"))
+    engine.evict_all()
+    assert engine.prefetched == (10, 0, 10)
+
+    late = chain(6, "late")
+    engine.prefetch("f2", late)
+    engine.now += UNUSED_S_MAX
+    assert engine.prefetched == (16, 0, 16)
+    engine.ask(late, 6)
+    assert engine.prefetched == (16, 0, 16)
+
+
+def test_a_request_waits_for_the_prefetch_under_way_and_reads_nothing_twice(engine):
+    prompt = chain(10)
+    engine.order("f", prompt, is_prefetch=True)
+    engine.grant_all()
+
+    assert engine.ask([*prompt, *chain(3, "more")], 0) is None
+    engine.step()
+    assert engine.requests == []
+    assert engine.ask(chain(10, "another"), 0, "another") is None
+    engine.step()
+    assert len(engine.requests) == 1, "another prompt is fetched"
+
+    assert engine.read_all() == 10
+    assert engine.ask(prompt, 10) == 0
+
+
+def test_a_request_does_not_wait_for_a_prefetch_that_failed(engine):
+    prompt = chain(10)
+    engine.order("f", prompt, is_prefetch=True)
+    engine.grant_all(refused=True)
+    assert engine.results["f"].failure
+
+    assert engine.ask(prompt, 0) is None
+    engine.step()
+    assert len(engine.requests) == 1, "it asks itself"
+
+
+def test_time_of_reads_without_a_request_is_told_apart(engine):
+    engine.prefetch("f", chain(10))
+    engine.prefetched  # noqa: B018
+
+    state = engine.core.notifications().state
+    assert (state.read_seconds_total, state.prefetch_seconds_total) == (1.0, 1.0)

@@ -12,11 +12,12 @@ from shared.bus.port import Envelope, NoResponders
 from shared.contracts.channels import RENDER
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import RenderPrompt
-from shared.contracts.kv_events import pack_hashes
+from shared.contracts.kv_events import block_hash64, pack_hashes
 from tests.support.memory_bus import MemoryBus, MemoryHub
 from tests.support.virtual_time import in_virtual_time
 
 CHAT = "/v1/chat/completions"
+FULL_HASHES = [bytes(31) + b"1", bytes(31) + b"2"]
 ASK = RenderPrompt(worker_id=WorkerId("w1"), path=CHAT, body=b'{"messages":[]}', cache_salt="own")
 
 
@@ -35,7 +36,7 @@ class Renderer:
                 await asyncio.Event().wait()
             if self.error is not None:
                 raise self.error
-            return EnginePrompt(tokens=70, hashes=[1, 2], media_end=40)
+            return EnginePrompt(tokens=70, hashes=FULL_HASHES, media_end=40)
         finally:
             self.running -= 1
 
@@ -54,7 +55,7 @@ async def test_a_router_gets_the_engines_prompt():
 
     assert (found.tokens, found.hashes, found.media_end, found.epoch, found.refusal) == (
         70,
-        pack_hashes([1, 2]),
+        pack_hashes(map(block_hash64, FULL_HASHES)),
         40,
         3,
         "",

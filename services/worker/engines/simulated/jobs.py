@@ -249,8 +249,6 @@ def _streaming(body: CompletionBody | ChatBody) -> dict[str, bool]:
 
 
 class SimulatedRenderer:
-    """Renders what routers do not read themselves: responses and messages."""
-
     def __init__(self, jobs: JobMaker, tokenizer: SimulatedTokenizer, block_size: int) -> None:
         self._jobs = jobs
         self._tokenizer = tokenizer
@@ -259,10 +257,11 @@ class SimulatedRenderer:
     async def render(self, path: str, body: bytes, *, cache_salt: str, media_salt: str) -> EnginePrompt:
         """See the port. ``body`` has the salt."""
         del cache_salt, media_salt
-        if path not in (RESPONSES, MESSAGES):
-            return EnginePrompt(refusal="a simulated engine renders responses and messages only")
-        found = await engine_tokens(self._jobs, self._tokenizer, self._block_size, path, body)
-        return EnginePrompt(tokens=len(found.tokens), hashes=found.hashes, refusal=found.refusal)
+        try:
+            tokens, hashes = await _read(self._jobs, self._tokenizer, self._block_size, path, body)
+        except ApiError as error:
+            return EnginePrompt(refusal=str(error))
+        return EnginePrompt(tokens=len(tokens), hashes=hashes)
 
 
 async def engine_tokens(
@@ -270,14 +269,21 @@ async def engine_tokens(
 ) -> EngineTokens:
     """Tokens and block hashes, computed by the code that serves requests."""
     try:
-        make = {CHAT: jobs.chat, RESPONSES: jobs.response, MESSAGES: jobs.message}.get(path, jobs.completion)
-        job = await make(body, LegInput())
+        tokens, hashes = await _read(jobs, tokenizer, block_size, path, body)
     except ApiError as error:
         return EngineTokens(refusal=str(error))
-    tokens = job.choices[0].prompt
-    hashes: list[bytes] = []
-    BlockHasher(block_size, tokenizer.model.size).extend(hashes, tokens, job.params.cache_salt, job.params.adapter)
     return EngineTokens(tokens=tokens, hashes=[block_hash64(full) for full in hashes])
+
+
+async def _read(
+    jobs: JobMaker, tokenizer: SimulatedTokenizer, block_size: int, path: str, body: bytes
+) -> tuple[list[int], list[bytes]]:
+    """Tokens and full hashes. Raises ApiError."""
+    make = {CHAT: jobs.chat, RESPONSES: jobs.response, MESSAGES: jobs.message}.get(path, jobs.completion)
+    job = await make(body, LegInput())
+    tokens, hashes = job.choices[0].prompt, list[bytes]()
+    BlockHasher(block_size, tokenizer.model.size).extend(hashes, tokens, job.params.cache_salt, job.params.adapter)
+    return tokens, hashes
 
 
 def caught_up(job: Job, result: LegResult, tokens: list[int], tokenizer: SimulatedTokenizer) -> Job:

@@ -230,6 +230,11 @@ class Tiers:
         self.counts = Counts()
 
     @property
+    def blocks(self) -> int:
+        """Blocks of memory."""
+        return self._allocator.blocks
+
+    @property
     def fetch_blocks_max(self) -> int:
         """All: a store has no requests to keep blocks for."""
         return self.memory.blocks + self.files.slots

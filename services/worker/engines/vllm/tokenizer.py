@@ -109,10 +109,10 @@ def block_hashes(
     return [block_hash64(bytes(full)) for full in request.block_hashes]
 
 
-def hashes_of(request: EngineCoreRequest, scheme: HashScheme) -> list[int]:
-    """The hashes that the scheduler gives the full blocks of this request's prompt."""
+def hashes_of(request: EngineCoreRequest, scheme: HashScheme) -> list[bytes]:
+    """The full hashes that the scheduler gives the full blocks of this request's prompt."""
     scheduled = Request.from_engine_core_request(request, _hasher(scheme))
-    return [block_hash64(bytes(full)) for full in scheduled.block_hashes]
+    return [bytes(full) for full in scheduled.block_hashes]
 
 
 def _hasher(scheme: HashScheme) -> Callable[[Request], list[Any]]:

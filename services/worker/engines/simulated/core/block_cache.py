@@ -302,6 +302,11 @@ class CacheBlockAllocator:
         """Blocks of other groups that came with one prompt, by the name that they get with the last group's."""
 
     @property
+    def blocks(self) -> int:
+        """Blocks of the engine."""
+        return int(self._cache.blocks)
+
+    @property
     def fetch_blocks_max(self) -> int:
         """Blocks that all fetches together may pin."""
         return int(self._cache.blocks * HELD_SHARE_MAX)
