@@ -139,6 +139,26 @@ def test_public_prefixes_are_shared_between_tenants_that_declare_them(router: ht
     assert ask(router, ACME, prompt)[0] == 0
 
 
+def test_a_tenant_prefetches_and_finds_only_its_own(router: httpx.Client):
+    prompt, ordered = fresh(random.Random(9)), {"prefetch": True}
+    ask_again(router, ACME, prompt)
+
+    def order(key: str, **more: Any) -> httpx.Response:
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": 1, "baton": {**ordered, **more}}
+        return router.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
+
+    def has_own() -> bool:
+        own = order(ACME).raise_for_status().json()
+        return bool(own["held_tokens"] + own["fetched_tokens"] > TOKENS - BLOCK)
+
+    until(has_own, "the router knows how the engines tokenize, and what they hold")
+    rivals = order(RIVAL).raise_for_status().json()
+    assert (rivals["held_tokens"], rivals["fetched_tokens"]) == (0, 0)
+    assert ask(router, RIVAL, prompt)[0] == 0
+    assert order(ACME, sources=["prefill-1"]).status_code == 403
+    assert order("nobody").status_code == 401
+
+
 def test_requests_without_a_valid_key_are_401(router: httpx.Client):
     answer = router.post("/v1/completions", json={"model": MODEL, "prompt": "x"})
 

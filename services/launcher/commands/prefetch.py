@@ -30,7 +30,7 @@ Programs order the same with [cyan]"baton": {"prefetch": true}[/] in a request's
 
 Where API keys are needed, BATON_API_KEY has one: only requests of its tenant find what is fetched."""
 PATHS = {"messages": CHAT, "prompt": COMPLETIONS, "input": RESPONSES, "token_ids": GENERATE}
-"""By the field of a body that has the prompt."""
+"""The path of a body, by the field that has its prompt."""
 ANSWER_S_MAX = 60.0
 
 
