@@ -41,6 +41,7 @@ IGNORED = (
     "services/router/admission/admission_queue.py",
     "services/router/admission/bus_health.py",
     "services/router/admission/placing.py",
+    "services/router/admission/prefetches.py",
     "services/router/admission/waker.py",
     "services/router/state/quarantine.py",
     "services/router/state/reservations.py",

@@ -15,9 +15,10 @@ from connector.layout.routes import ReaderRank, routes_to
 from connector.layout.tensors import stages_of
 from services.router.tokenize.block_hash import extend_chain
 from shared.bus.port import Bus
-from shared.contracts.channels import KV_FETCH, KV_HANDSHAKE, KV_LEASE, KV_RELEASE
+from shared.contracts.channels import KV_FETCH, KV_HANDSHAKE, KV_LEASE, KV_PREFETCH, KV_RELEASE
+from shared.contracts.engine_paths import COMPLETIONS
 from shared.contracts.ids import WorkerId
-from shared.contracts.inference import LegKind
+from shared.contracts.inference import PREFETCH_S_MAX, LegKind, PrefetchedKv, PrefetchKv
 from shared.contracts.kv_exchange import (
     AskKvHandshake,
     FetchedKv,
@@ -138,6 +139,21 @@ class Driver:
             deadline_s=ANSWER_S_MAX / 2,
         )
         return await self.bus.ask(KV_FETCH, order, timeout_s=ANSWER_S_MAX)
+
+    async def prefetch(
+        self, worker: str, prompt: Sequence[int], *sources: KvSource, deadline_s: float = PREFETCH_S_MAX, **fields: Any
+    ) -> PrefetchedKv:
+        """Order the worker to prefetch the prompt, as routers do. ``fields``: of the body."""
+        order = PrefetchKv(
+            worker_id=WorkerId(worker),
+            epoch=self.tap.loads[worker].epoch,
+            path=COMPLETIONS,
+            body=msgspec.json.encode(body(prompt, **fields)),
+            sources=list(sources),
+            tokens=len(prompt),
+            deadline_s=deadline_s,
+        )
+        return await self.bus.ask(KV_PREFETCH, order, timeout_s=ANSWER_S_MAX)
 
     async def pieces_per_block(self, worker: str) -> int:
         """Into so many pieces of memory a block of the worker's first rank is spread."""
