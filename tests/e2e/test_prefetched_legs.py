@@ -14,8 +14,9 @@ from services.worker.engines.simulated.core.settings import SimulationSettings
 from shared.bus.port import BusError
 from shared.contracts.inference import LegKind
 from shared.contracts.kv_exchange import KvExchangeState
-from tests.e2e.test_store import BLOCK, PROMPT_TOKENS, SETTINGS, STORE, World, draw, driver_of, world
+from tests.e2e.test_store import BLOCK, PROMPT_TOKENS, SETTINGS, STORE, StoreWorld, draw, world
 from tests.support.kv_driver import Driver, transfer_report_of
+from tests.support.kv_world import driver_of
 
 pytestmark = pytest.mark.nats
 __all__ = ("world",)
@@ -29,7 +30,7 @@ SETTLED_S_MAX = 90.0
 """A lease of a killed reader ends within a minute."""
 
 
-async def stored(world: World, driver: Driver, prompt: list[int]) -> list[int]:
+async def stored(world: StoreWorld, driver: Driver, prompt: list[int]) -> list[int]:
     """Have the store copy the prompt from p1, and nobody else have it; returns the tokens of its answer."""
     expected = await driver.alone("p1", prompt)
     await driver.leg("p1", LegKind.AGGREGATED, prompt)
@@ -38,7 +39,7 @@ async def stored(world: World, driver: Driver, prompt: list[int]) -> list[int]:
     return expected
 
 
-def start(world: World, **of_reader: str) -> None:
+def start(world: StoreWorld, **of_reader: str) -> None:
     world.start("p1", role="prefill")
     world.start("d1", role="decode", **of_reader)
     world.start("s1", **IN_STORE)
@@ -55,7 +56,7 @@ async def ask(driver: Driver, prompt: list[int]) -> tuple[list[int], int, int]:
     return answer.token_ids, report.local_tokens, report.fetched_tokens
 
 
-async def test_a_leg_finds_what_was_prefetched_from_a_store(world: World):
+async def test_a_leg_finds_what_was_prefetched_from_a_store(world: StoreWorld):
     start(world)
     async with driver_of(world) as driver:
         with_order, without = draw(60), draw(61)
@@ -71,7 +72,7 @@ async def test_a_leg_finds_what_was_prefetched_from_a_store(world: World):
         assert state(driver).prefetched_blocks_total == FULL
 
 
-async def test_a_leg_that_comes_during_its_prefetch_reads_nothing_twice(world: World):
+async def test_a_leg_that_comes_during_its_prefetch_reads_nothing_twice(world: StoreWorld):
     start(world, **SLOW)
     prompt = draw(62)
     async with driver_of(world) as driver:
@@ -89,7 +90,9 @@ async def test_a_leg_that_comes_during_its_prefetch_reads_nothing_twice(world: W
 
 
 @pytest.mark.parametrize("killed", ["s1", "d1"])
-async def test_whoever_dies_during_a_prefetch_answers_stay_right_and_nothing_stays_pinned(world: World, killed: str):
+async def test_whoever_dies_during_a_prefetch_answers_stay_right_and_nothing_stays_pinned(
+    world: StoreWorld, killed: str
+):
     start(world, **SLOW)
     prompt = draw(63)
     async with driver_of(world) as driver:
@@ -97,7 +100,7 @@ async def test_whoever_dies_during_a_prefetch_answers_stay_right_and_nothing_sta
         order = asyncio.create_task(driver.prefetch("d1", prompt, driver.source("s1"), deadline_s=5.0))
         await driver.tap.until(lambda: state(driver).reads or order.done(), "the prefetch reads")
         os.kill(world.workers[killed].process.pid, signal.SIGKILL)
-        world.workers.pop(killed).kill()
+        world.kill(killed)
         if killed == "s1":
             done = await order
             assert done.failure
@@ -110,7 +113,7 @@ async def test_whoever_dies_during_a_prefetch_answers_stay_right_and_nothing_sta
             await driver.tap.until_settled("s1", s_max=SETTLED_S_MAX)
 
 
-async def test_a_full_engine_prefetches_nothing_and_evicts_nothing_that_runs(world: World):
+async def test_a_full_engine_prefetches_nothing_and_evicts_nothing_that_runs(world: StoreWorld):
     blocks = 2 * FULL
     takes_its_time = SETTINGS["simulated"].replace("decode_base_s=0", "decode_base_s=0.2")
     start(world, simulated=takes_its_time, kv_cache_bytes=str(blocks * BLOCK_BYTES))

@@ -1,9 +1,11 @@
 """A conversation that its engine has evicted comes back from a store in host memory: to the engine and, after that one was
-killed, to one with another tensor parallel size. ``tests/nightly/test_killed_copies.py`` kills during copies.
+killed, to one with another tensor parallel size; or when it is prefetched, before its next turn.
+``tests/nightly/test_killed_copies.py`` kills during copies.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,3 +106,55 @@ async def test_evicted_conversations_come_back_from_host_memory(world: MemoryWor
         await world.add(driver, OTHER)
         assert await ask(driver, OTHER, prompt, stored=True) == (expected, TOKENS - 1, 1)
         assert 0 < stored_bytes(driver) <= STORE_BYTES
+
+
+async def test_a_prefetched_turn_fetches_nothing_itself_and_answers_the_same(world: MemoryWorld):
+    prompt = random_prompt("prefetched conversation", TOKENS)
+    turn = [*prompt, *random_prompt("its next turn", 100)]
+    async with driver_of(world) as driver:
+        await world.add(driver, ENGINE)
+        await world.add(driver, STORE)
+        await driver.leg(ENGINE, LegKind.AGGREGATED, prompt)
+        await world.evict(driver, prompt, stored=True)
+        expected = await driver.alone(ENGINE, turn)
+
+        done = await driver.prefetch(ENGINE, turn, driver.source(STORE))
+
+        assert (done.prompt_tokens, done.held_tokens, done.fetched_tokens) == (len(turn), 0, TOKENS)
+        computed = len(turn) - TOKENS
+        assert await ask(driver, ENGINE, turn, stored=True) == (expected, 0, computed)
+        await driver.tap.until(lambda: used(driver) == (FULL, FULL), "used blocks are told")
+
+        await world.evict(driver, prompt, stored=True)
+        assert await ask(driver, ENGINE, turn, stored=True) == (expected, TOKENS, computed), "without a prefetch"
+
+
+async def test_a_turn_that_comes_during_its_prefetch_reads_nothing_twice(world: MemoryWorld):
+    prompt = random_prompt("joined conversation", TOKENS)
+    async with driver_of(world) as driver:
+        await world.add(driver, ENGINE)
+        await world.add(driver, STORE)
+        await driver.leg(ENGINE, LegKind.AGGREGATED, prompt)
+        await world.evict(driver, prompt, stored=True)
+        expected = await driver.alone(ENGINE, prompt)
+        before = read_bytes(driver)
+
+        order = asyncio.create_task(driver.prefetch(ENGINE, prompt, driver.source(STORE)))
+        tokens, fetched, _computed = await ask(driver, ENGINE, prompt, stored=True)
+
+        done = await order
+        assert tokens == expected
+        await driver.tap.until_settled(ENGINE, STORE)
+        state = driver.tap.loads[STORE].store
+        assert state is not None
+        assert read_bytes(driver) - before == FULL * state.block_bytes, (fetched, done)
+
+
+def used(driver: Driver) -> tuple[int, int]:
+    """Blocks that were prefetched, and those of them that requests found."""
+    state = driver.tap.loads[ENGINE].exchange or KvExchangeState()
+    return state.prefetched_blocks_total, state.prefetch_used_blocks_total
+
+
+def read_bytes(driver: Driver) -> int:
+    return (driver.tap.loads[ENGINE].exchange or KvExchangeState()).read_bytes_total
