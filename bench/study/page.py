@@ -13,11 +13,11 @@ from pathlib import Path
 
 import msgspec
 
+from bench.marks import BEGIN, END, replaced
 from bench.study.code_digest import analysis_digest, code_of
 from bench.study.plan import PLAN
 from bench.study.rows import COMPARED, Data, Group, Number, Range, Row, Versus, value_of
 
-BEGIN, END = "<!-- measured -->", "<!-- end of what is measured -->"
 OLDER = "†"
 ROOM_MIN = 0.01
 """Of the bound: less than that is no room."""
@@ -35,11 +35,7 @@ CodeOf = Callable[[str], str]
 
 def with_measured(page: str, data: Data, pictures: Sequence[str], now: CodeOf = code_of) -> str:
     """The page with its measured part replaced. Raises ValueError for a page that has none."""
-    before, begin, rest = page.partition(BEGIN)
-    _old, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"the page lacks {BEGIN} or {END}")
-    return f"{before}{BEGIN}\n{rendered(data, pictures, now)}{END}{after}"
+    return replaced(page, rendered(data, pictures, now))
 
 
 def problems(page: Path, rows: Path, pictures: Sequence[str], now: CodeOf = code_of) -> list[str]:
