@@ -34,8 +34,6 @@ class ReplayedRequest:
     finished_at: float | None = None
     cached_tokens: int = 0
     """Prompt tokens cached at the worker that computed the prompt."""
-    loaded_tokens: int = 0
-    """Part of ``cached_tokens`` that only the worker's own host memory had."""
     fetched_tokens: int = 0
     tier_tokens: int = 0
     """Part of ``fetched_tokens`` that stores in host memory had."""

@@ -266,7 +266,6 @@ class World:
         self._exchange.read_over(leg, now)
         if leg.kind is not LegKind.DECODE:
             leg.replayed.cached_tokens = job.cached_tokens + job.loaded_tokens
-            leg.replayed.loaded_tokens = job.loaded_tokens
             leg.replayed.fetched_tokens = job.received_tokens
             leg.replayed.tier_tokens = min(leg.tier_tokens + leg.far_tokens, job.received_tokens)
         if leg.kind is not LegKind.PREFILL:

@@ -71,8 +71,6 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the served requests' prompt tokens that was read from other workers and stores."""
     tier_share: float = 0.0
     """Part of ``fetched_share`` that stores in host memory had."""
-    loaded_share: float = 0.0
-    """Part of ``hit_share`` that only the worker's own host memory had."""
     goodput_per_s: float
     """Requests that met both targets, per second of the trace."""
     good_share: float
@@ -125,7 +123,6 @@ def summarise(
         hit_share=sum(replayed.cached_tokens for replayed in served) / prompt_tokens,
         fetched_share=sum(replayed.fetched_tokens for replayed in served) / prompt_tokens,
         tier_share=sum(replayed.tier_tokens for replayed in served) / prompt_tokens,
-        loaded_share=sum(replayed.loaded_tokens for replayed in served) / prompt_tokens,
         goodput_per_s=len(good) / span_s,
         good_share=len(good) / len(outcomes),
         goodput_tokens_per_s=good_tokens / span_s,
