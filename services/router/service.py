@@ -162,7 +162,7 @@ class Router:
         self.budgets = Budgets(bus, clock, self.usage.unstored, self._catch_up)
         self.accounting = Accounting(self.request_log, self.decisions, self.usage)
         self.request_tasks = RequestTasks()
-        self.prefetches = Prefetches(bus, clock)
+        self.prefetches = Prefetches(bus, clock, fleet.cluster, self.request_tasks.spawn)
         self.relay = self._make_relay(tracing)
         self.authenticator = Authenticator(settings, clock.now, self.budgets)
         self.responses = Responses(
@@ -232,7 +232,7 @@ class Router:
         failures, response_headers = self.failures, ResponseHeaders()
         bus_health = self.bus_health
         waker = Waker(self.bus, self.fleet, now, wake_s_max=settings.wake_s_max)
-        placing = Placing(self.fleet, self.queue, bus_health, now, waker=waker)
+        placing = Placing(self.fleet, self.queue, bus_health, now, waker=waker, prefetches=self.prefetches)
         legs = self._make_leg_services(tracing, response_headers)
         suspects = Suspects(self.quarantine, self.reservations, self.request_log, cluster, self.inbox, now)
         retry = Retry(

@@ -327,6 +327,10 @@ class PrefetchKv(Message, frozen=True, kw_only=True):
     sources: list[KvSource]
     tokens: int
     """What the router expects to be read, in tokens."""
+    eviction_cost: float = 0.0
+    """The share of the blocks that the worker lately evicted, of which no worker had a copy when they were computed
+    again.
+    """
     deadline_s: float
 
 

@@ -331,6 +331,7 @@ class Admission:
             return rejection
         queue.model_queue.throughput.advance(now)
         queue.add(entry)
+        entry.expected = result if isinstance(result, Placement) else None
         self.waiting += 1
         heappush(self._expiries, (entry.expires_at, entry.number, entry))
         if len(self._expiries) > 2 * self.waiting + EXPIRIES_SPARE:

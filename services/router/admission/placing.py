@@ -11,6 +11,7 @@ from typing import Final
 
 from services.router.admission.admission_queue import AdmissionQueue
 from services.router.admission.bus_health import BUS_UNREACHABLE, CHECK_S_MAX, CHECK_S_MIN, BusHealth
+from services.router.admission.prefetches import Prefetches
 from services.router.admission.queues import QueueEntry
 from services.router.admission.waker import Waker
 from services.router.placement.fleet import Fleet
@@ -32,13 +33,21 @@ class Placing:
     """Places requests, and records how long that takes."""
 
     def __init__(
-        self, fleet: Fleet, queue: AdmissionQueue, bus_health: BusHealth, now: Callable[[], float], *, waker: Waker
+        self,
+        fleet: Fleet,
+        queue: AdmissionQueue,
+        bus_health: BusHealth,
+        now: Callable[[], float],
+        *,
+        waker: Waker,
+        prefetches: Prefetches,
     ) -> None:
         self._fleet = fleet
         self._queue = queue
         self._bus_health = bus_health
         self._now = now
         self._waker = waker
+        self._prefetches = prefetches
 
     def first_now(self, context: RequestContext, entry: QueueEntry) -> Placement | Rejection | None:
         """The result if it is there at once; None: ``first`` must follow, which waits for it."""
@@ -64,6 +73,7 @@ class Placing:
                 result = self._offer(context, entry)
                 begun = self._now()
             if result is None:
+                self._prefetches.begin(context, entry.expected)
                 result = await self._queue.wait(entry, context)
                 context.mark(ADMISSION, begun, self._now())
             if isinstance(result, Placement):

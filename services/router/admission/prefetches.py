@@ -4,14 +4,20 @@ reads what it would fetch for the request, from the same sources.
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from collections.abc import Callable, Coroutine
 from enum import StrEnum
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
 from services.router.placement.placement import Placement
+from services.router.placement.specification import EVICTED_MIN
 from services.router.request.context import RequestContext
+from services.router.state.cluster_view import ClusterView
+from services.router.state.fleet_table import EVICTED_BLOCKS, RESTORED_BLOCKS
+from services.router.state.worker_view import WorkerView
 from shared.bus.port import AskRefused, AskTimedOut, Bus, BusError
 from shared.contracts.channels import KV_PREFETCH
 from shared.contracts.decisions import PrefetchRecord
@@ -32,6 +38,7 @@ OVERTIME_S: Final = 3.0
 """Time for the answer to arrive after the deadline."""
 
 NOTHING_TO_FETCH: Final = "no other worker has more of it, or computing the rest is predicted to be faster"
+TOO_LATE: Final = "the request has begun, or its client has left"
 TOO_MANY: Final = "too many prefetches wait already"
 
 
@@ -49,19 +56,40 @@ class Outcome(StrEnum):
     """No block was read, or the worker did not answer."""
 
 
+Spawn = Callable[[RequestContext, Coroutine[Any, Any, None], str], asyncio.Task[None]]
+
+
 class Prefetches:
-    def __init__(self, bus: Bus, clock: Clock) -> None:
+    """``fetch`` is for clients that order it, ``begin`` for requests that wait."""
+
+    def __init__(self, bus: Bus, clock: Clock, cluster: ClusterView, spawn: Spawn) -> None:
+        """``spawn`` runs a task of a request."""
         self._bus = bus
         self._now = clock.now
+        self._cluster = cluster
+        self._spawn = spawn
         self._slots = FairSlots(AT_ONCE_MAX, waiting_max=WAITING_MAX, tenant_waiting_max=TENANT_WAITING_MAX)
         self.counts: dict[str, int] = dict.fromkeys(Outcome, 0)
         """How often each outcome occurred, for metrics."""
 
-    async def fetch(self, context: RequestContext, placement: Placement) -> PrefetchRecord:
-        """Have the worker that computes the prompt read what it would fetch for it. Bounded in time."""
+    def begin(self, context: RequestContext, placement: Placement | None) -> None:
+        """A request that would go to these workers waits, and what it would fetch may come meanwhile. Once for each
+        request: if it goes elsewhere, the blocks are there for others.
+        """
+        if placement is None or placement.fetched_tokens <= 0 or context.is_prefetched:
+            return
+        context.is_prefetched = True
+        self._spawn(context, self.fetch(context, placement), "prefetch").add_done_callback(_report_bug)
+
+    async def fetch(self, context: RequestContext, placement: Placement) -> None:
+        """Have the worker that computes the prompt read what it would fetch for it, and note the result. Bounded in
+        time.
+        """
         record, outcome = await self._fetch(context, placement)
         self.counts[outcome] += 1
-        return record
+        context.prefetch = record
+        if context.decision is not None:
+            context.decision.prefetch = record
 
     async def _fetch(self, context: RequestContext, placement: Placement) -> tuple[PrefetchRecord, Outcome]:
         view = placement.prefill or placement.decode
@@ -74,8 +102,8 @@ class Prefetches:
         begun_at = self._now()
         try:
             async with self._slots.slot(context.http_request.head.tenant_of_key()):
-                if context.http_request.left:
-                    raise NoTurn
+                if context.http_request.left or context.placement is not None:
+                    return msgspec.structs.replace(nothing, failure=TOO_LATE), Outcome.NOTHING
                 done = await self._ask(context, placement)
         except NoTurn:
             return msgspec.structs.replace(nothing, failure=TOO_MANY), Outcome.REFUSED
@@ -112,6 +140,17 @@ class Prefetches:
             media_salt=facts.media_salt,
             sources=list(placement.sources),
             tokens=placement.fetched_tokens,
+            eviction_cost=self._eviction_cost(view),
             deadline_s=deadline_s,
         )
         return await self._bus.ask(KV_PREFETCH, order, timeout_s=deadline_s + OVERTIME_S)
+
+    def _eviction_cost(self, view: WorkerView) -> float:
+        """See ``PrefetchKv``; ``specification.eviction_price`` has it from the same counts (DECISIONS 69)."""
+        numbers = self._cluster.table.of(view.row)
+        return min(1.0, numbers[RESTORED_BLOCKS] / max(numbers[EVICTED_BLOCKS], EVICTED_MIN))
+
+
+def _report_bug(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (bug := task.exception()) is not None:
+        log.error("a prefetch failed with an internal error", exc_info=bug)

@@ -63,6 +63,8 @@ class QueueEntry:
         self.gap_step_s = 0.0
         """A step of that worker with as many prompt tokens as it computes at once."""
         self.placement: Placement | None = None
+        self.expected: Placement | None = None
+        """Where it would have gone on arrival, had it not to wait; None: nowhere, or it did not wait."""
 
     def key(self) -> tuple[float, int]:
         """Its place among its tenant's requests."""

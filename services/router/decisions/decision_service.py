@@ -19,7 +19,7 @@ from services.router.request.context import RequestContext
 from services.router.request.timings import NOT_BROKEN, total_s
 from shared.bus.port import Bus, BusError, Envelope, Subscription
 from shared.contracts.channels import DECISION
-from shared.contracts.decisions import AskDecision, DecisionRecord, FoundDecision, PrefetchRecord
+from shared.contracts.decisions import AskDecision, DecisionRecord, FoundDecision
 from shared.contracts.failures import Failure
 from shared.contracts.ids import DecisionId, RequestId, RouterId, is_subject_token, router_of
 from shared.contracts.inference import RequestFinished
@@ -92,12 +92,6 @@ class DecisionService:
             )
         if isinstance(result, Placement):
             self._predict(context, context.decision, result)
-
-    def prefetched(self, context: RequestContext, record: PrefetchRecord) -> None:
-        """A worker has read KV of the request's prompt."""
-        context.prefetch = record
-        if context.decision is not None:
-            context.decision.prefetch = record
 
     def failed(self, context: RequestContext, failure: Failure) -> None:
         """The attempt that was placed last has failed."""

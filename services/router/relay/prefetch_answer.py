@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from services.router.admission.prefetches import NOTHING_TO_FETCH
 from services.router.placement.placement import Placement
 from services.router.request.context import RequestContext
 from services.router.request.errors import is_anthropic
@@ -33,6 +34,7 @@ def prefetch_answer(context: RequestContext, placement: Placement) -> bytes:
     done, prompt = context.prefetch, context.prompt
     assert done is not None
     assert prompt is not None
+    is_unread = done.failure == NOTHING_TO_FETCH and not prompt.exact
     answer = PrefetchAnswer(
         model=context.facts.model or placement.decode.record.model,
         worker=done.worker_id,
@@ -41,7 +43,7 @@ def prefetch_answer(context: RequestContext, placement: Placement) -> bytes:
         fetched_tokens=done.fetched_tokens,
         missing_tokens=max(0, prompt.tokens - done.held_tokens - done.fetched_tokens),
         seconds=round(done.seconds, 6),
-        reason=done.failure if prompt.exact else prompt.why or done.failure,
+        reason=(prompt.why if is_unread else "") or done.failure,
     )
     return msgspec.json.encode(answer)
 

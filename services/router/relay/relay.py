@@ -238,7 +238,7 @@ class Relay:
         if isinstance(placement, Rejection):
             self._reject(context, placement, None)
             return
-        self._decisions.prefetched(context, await self._prefetches.fetch(context, placement))
+        await self._prefetches.fetch(context, placement)
         if context.http_request.left:
             self._fail(context, CLIENT_LEFT)
             return

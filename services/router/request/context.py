@@ -86,6 +86,8 @@ class RequestContext:
     """The last placement or rejection, in the decision log."""
     prefetch: PrefetchRecord | None = None
     """What a worker has read for it before its legs began."""
+    is_prefetched = False
+    """Whether a worker was told to."""
     stopped: Failure | None = None
     """Why the present attempt goes no further."""
     attempts = 0

@@ -1,4 +1,5 @@
-"""How much of a worker's time prefetches may read: a share of what its requests' own reads leave.
+"""How much of a worker's time prefetches may read: a share of what its requests' own reads leave. And of how much use
+they have been.
 
 The share is learned: what requests read is measured, and what a token takes to prefetch, too. A prefetch that took long
 keeps the next one away for longer, as in ``prefix_copy``.
@@ -70,3 +71,31 @@ class LinkShare:
         if tokens > 0 and seconds > 0.0:
             token_s = seconds / tokens
             self.token_s += (TOKEN_WEIGHT if self.token_s else 1.0) * (token_s - self.token_s)
+
+
+USES_MEMORY_S = 600.0
+"""Time constant with which it is forgotten what came of prefetched blocks."""
+BLOCKS_ASSUMED = 256.0
+"""Blocks that count as used before any are counted."""
+
+
+class UsedShare:
+    """The share of prefetched blocks that requests find later, of those of which something has come lately."""
+
+    def __init__(self, now: float) -> None:
+        self._used = 0.0
+        self._wasted = 0.0
+        self._totals = 0, 0
+        self._at = now
+
+    @property
+    def share(self) -> float:
+        """1.0 while nothing is known."""
+        return (self._used + BLOCKS_ASSUMED) / (self._used + self._wasted + BLOCKS_ASSUMED)
+
+    def observe(self, used: int, wasted: int, now: float) -> None:
+        """Totals since the start of the engine."""
+        left = math.exp(-max(0.0, now - self._at) / USES_MEMORY_S)
+        self._used = self._used * left + max(0, used - self._totals[0])
+        self._wasted = self._wasted * left + max(0, wasted - self._totals[1])
+        self._totals, self._at = (used, wasted), now

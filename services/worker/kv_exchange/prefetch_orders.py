@@ -11,7 +11,7 @@ import logging
 import math
 
 from services.worker.engines.port import Identity
-from services.worker.kv_exchange.link_share import LinkShare
+from services.worker.kv_exchange.link_share import LinkShare, UsedShare
 from services.worker.kv_exchange.worker_exchange import WorkerExchange
 from services.worker.prompt_handlers import RenderHandler
 from shared.bus.port import AskRefused, Bus, Envelope
@@ -43,6 +43,7 @@ class PrefetchHandler:
         self._renderer = renderer
         self._exchange = exchange
         self._link = LinkShare(clock.now())
+        self._uses = UsedShare(clock.now())
         self._count = 0
 
     async def open(self) -> None:
@@ -60,6 +61,7 @@ class PrefetchHandler:
         """Handler of KV_PREFETCH. Raises AskRefused."""
         state = self._exchange.state
         self._link.observe(state.read_seconds_total - state.prefetch_seconds_total, self._now())
+        self._uses.observe(state.prefetch_used_blocks_total, state.prefetch_wasted_blocks_total, self._now())
         if refusal := self._refusal(order):
             raise AskRefused(refusal)
         self._count += 1
@@ -103,12 +105,19 @@ class PrefetchHandler:
             message = f"the prefetch is for epoch {order.epoch} of {self._me.worker_id}; this is epoch {self._me.epoch}"
             return Failure(reason=Reason.WORKER_LOST, message=message)
         is_sound = 0.0 < order.deadline_s <= PREFETCH_S_MAX and 0 <= order.tokens <= PROMPT_TOKENS_MAX
+        is_sound = is_sound and 0.0 <= order.eviction_cost <= 1.0
         if not is_sound or not 0 < len(order.sources) <= SOURCES_MAX:
             return Failure(
                 reason=Reason.BAD_MESSAGE, message="the order's deadline, tokens or sources are out of bounds"
             )
         if self._count >= AT_ONCE_MAX:
             return Failure(reason=Reason.WORKER_BUSY, message=f"{self._count} prefetches are under way already")
+        if order.eviction_cost > (use := self._uses.share):
+            message = (
+                f"requests find {use:.0%} of what is prefetched here, but need {order.eviction_cost:.0%} of what it "
+                "would evict again"
+            )
+            return Failure(reason=Reason.WORKER_BUSY, message=message, retry_after_s=RETRY_S_MAX)
         if wait_s := self._link.wait_s():
             return Failure(
                 reason=Reason.WORKER_BUSY,

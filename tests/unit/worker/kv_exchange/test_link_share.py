@@ -6,7 +6,15 @@ import math
 
 import pytest
 
-from services.worker.kv_exchange.link_share import BURST_S, MEMORY_S, PREFETCH_SHARE_MAX, LinkShare
+from services.worker.kv_exchange.link_share import (
+    BLOCKS_ASSUMED,
+    BURST_S,
+    MEMORY_S,
+    PREFETCH_SHARE_MAX,
+    USES_MEMORY_S,
+    LinkShare,
+    UsedShare,
+)
 
 HOUR_S = 3600.0
 
@@ -77,3 +85,25 @@ def test_a_clock_that_stands_still_changes_nothing():
     link.observe(100.0, 5.0)
 
     assert (link.requests_share, link.wait_s()) == (0.0, 0.0)
+
+
+def test_the_use_of_prefetches_is_learned_and_forgotten():
+    uses = UsedShare(0.0)
+    assert uses.share == 1.0
+
+    uses.observe(0, 3 * int(BLOCKS_ASSUMED), 1.0)
+    assert uses.share == pytest.approx(0.25)
+    uses.observe(3 * int(BLOCKS_ASSUMED), 3 * int(BLOCKS_ASSUMED), 2.0)
+    assert uses.share == pytest.approx(4 / 7, abs=0.01)
+    uses.observe(3 * int(BLOCKS_ASSUMED), 3 * int(BLOCKS_ASSUMED), 2.0 + 10 * USES_MEMORY_S)
+    assert uses.share == pytest.approx(1.0, abs=0.001)
+
+
+def test_an_engine_that_restarts_counts_from_zero():
+    uses = UsedShare(0.0)
+    uses.observe(100, 100, 1.0)
+    before = uses.share
+
+    uses.observe(0, 0, 1.0)
+
+    assert uses.share == before

@@ -21,7 +21,7 @@ from shared.contracts.inference import PREFETCH_S_MAX, PrefetchKv
 from shared.contracts.kv_exchange import PROMPT_TOKENS_MAX, FetchedKv, KvSource, pack_full_hashes
 from shared.runtime.clock import SystemClock
 from tests.support.memory_bus import MemoryHub
-from tests.unit.worker.kv_exchange.fakes import WAIT_S_MAX, OneWorker, exchanging
+from tests.unit.worker.kv_exchange.fakes import WAIT_S_MAX, OneWorker, exchange_state, exchanging
 
 SOURCE = KvSource(worker_id=WorkerId("h1"), epoch=Epoch(1))
 HASHES = [bytes(31) + bytes([number]) for number in range(3)]
@@ -96,6 +96,8 @@ async def test_nothing_is_fetched_of_a_prompt_without_blocks(prompt: EnginePromp
         ({"deadline_s": 2 * PREFETCH_S_MAX}, Reason.BAD_MESSAGE),
         ({"tokens": -1}, Reason.BAD_MESSAGE),
         ({"tokens": 2 * PROMPT_TOKENS_MAX}, Reason.BAD_MESSAGE),
+        ({"eviction_cost": float("nan")}, Reason.BAD_MESSAGE),
+        ({"eviction_cost": 1.1}, Reason.BAD_MESSAGE),
         ({"sources": []}, Reason.BAD_MESSAGE),
         ({"sources": [SOURCE] * (SOURCES_MAX + 1)}, Reason.BAD_MESSAGE),
     ],
@@ -129,6 +131,20 @@ async def test_prefetches_beyond_the_share_of_the_link_are_refused_with_the_time
         assert "their share of the link" in refused.value.failure.message
         assert refused.value.failure.retry_after_s == pytest.approx((20.0 - 1.0) / 0.5, abs=2.0)
         assert len(worker.engine.every("fetches")) == 1
+
+
+async def test_nothing_is_prefetched_that_is_of_less_use_than_what_it_evicts():
+    async with prefetching(PROMPT, FetchedKv(fetched=3, seconds=0.01)) as (worker, _renderer):
+        await ordered(worker, eviction_cost=0.5)
+        state = exchange_state(
+            prefetched_blocks_total=2000, prefetch_used_blocks_total=0, prefetch_wasted_blocks_total=2000
+        )
+        worker.engine.tell(state=state)
+        with pytest.raises(AskRefused) as refused:
+            await ordered(worker, eviction_cost=0.5)
+
+        assert "would evict again" in refused.value.failure.message
+        await ordered(worker, eviction_cost=0.01)
 
 
 async def test_only_so_many_run_at_a_time():
