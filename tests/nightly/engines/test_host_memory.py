@@ -108,25 +108,32 @@ async def test_evicted_conversations_come_back_from_host_memory(world: MemoryWor
         assert 0 < stored_bytes(driver) <= STORE_BYTES
 
 
+async def leave_to_store(world: MemoryWorld, driver: Driver, prompt: list[int]) -> None:
+    """Have the store copy what the engine has of the prompt, and the engine evict it."""
+    held = await driver.fetch(STORE, prompt, driver.source(ENGINE))
+    assert held.held + held.fetched == FULL, held
+    await world.evict(driver, prompt, stored=False)
+    assert (await driver.fetch(STORE, prompt)).held == FULL
+
+
 async def test_a_prefetched_turn_fetches_nothing_itself_and_answers_the_same(world: MemoryWorld):
     prompt = random_prompt("prefetched conversation", TOKENS)
     turn = [*prompt, *random_prompt("its next turn", 100)]
+    computed = len(turn) - TOKENS
     async with driver_of(world) as driver:
         await world.add(driver, ENGINE)
         await world.add(driver, STORE)
-        await driver.leg(ENGINE, LegKind.AGGREGATED, prompt)
-        await world.evict(driver, prompt, stored=True)
         expected = await driver.alone(ENGINE, turn)
+        await driver.leg(ENGINE, LegKind.AGGREGATED, prompt)
+        await leave_to_store(world, driver, prompt)
+        assert await ask(driver, ENGINE, turn, stored=True) == (expected, TOKENS, computed), "without a prefetch"
+        await leave_to_store(world, driver, prompt)
 
         done = await driver.prefetch(ENGINE, turn, driver.source(STORE))
 
-        assert (done.prompt_tokens, done.held_tokens, done.fetched_tokens) == (len(turn), 0, TOKENS)
-        computed = len(turn) - TOKENS
+        assert (done.prompt_tokens, done.held_tokens, done.fetched_tokens) == (len(turn), 0, TOKENS), done
         assert await ask(driver, ENGINE, turn, stored=True) == (expected, 0, computed)
         await driver.tap.until(lambda: used(driver) == (FULL, FULL), "used blocks are told")
-
-        await world.evict(driver, prompt, stored=True)
-        assert await ask(driver, ENGINE, turn, stored=True) == (expected, TOKENS, computed), "without a prefetch"
 
 
 async def test_a_turn_that_comes_during_its_prefetch_reads_nothing_twice(world: MemoryWorld):
@@ -134,9 +141,9 @@ async def test_a_turn_that_comes_during_its_prefetch_reads_nothing_twice(world: 
     async with driver_of(world) as driver:
         await world.add(driver, ENGINE)
         await world.add(driver, STORE)
-        await driver.leg(ENGINE, LegKind.AGGREGATED, prompt)
-        await world.evict(driver, prompt, stored=True)
         expected = await driver.alone(ENGINE, prompt)
+        await driver.leg(ENGINE, LegKind.AGGREGATED, prompt)
+        await leave_to_store(world, driver, prompt)
         before = read_bytes(driver)
 
         order = asyncio.create_task(driver.prefetch(ENGINE, prompt, driver.source(STORE)))
