@@ -93,7 +93,8 @@ class SimStore:
         self.record = msgspec.structs.replace(
             record, worker_id=WorkerId(f"store-{record.host}"), role=Role.STORE, kv_tokens=blocks * profile.block_tokens
         )
-        self.tiers = Tiers(BlockCache(blocks), FileTier(0), 1, group_plan("full", profile.block_tokens))
+        self._memory = BlockCache(blocks)
+        self.tiers = Tiers(self._memory, FileTier(0), 1, group_plan("full", profile.block_tokens))
         self.learns = False
         self.due_at = -math.inf
         self._seq = 0
@@ -124,7 +125,7 @@ class SimStore:
 
     def lend(self, chain: Sequence[int], first: int, limit: int) -> list[int]:
         """Hold what it has of a chain from block ``first`` to before ``limit``, if it has all blocks before them."""
-        blocks = self.tiers.memory.find([full_hash(name) for name in chain[:limit]], limit)[first:]
+        blocks = self._memory.find([full_hash(name) for name in chain[:limit]], limit)[first:]
         self.tiers.memory.hold(blocks)
         return blocks
 

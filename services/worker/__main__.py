@@ -9,12 +9,13 @@ from typing import NoReturn
 
 import msgspec
 
+from services.worker.engines.plugged import load_plugged
 from services.worker.engines.port import StartEngine
 from services.worker.late_reports import LateReports
 from services.worker.lifecycle.sleeping import begin_anew
 from services.worker.network import network_addresses, own_address, ucx_defaults
 from services.worker.service import SHUTDOWN_S_MAX, Ending, engine_starter, run_worker
-from services.worker.settings import Settings
+from services.worker.settings import OWN_ENGINES, Settings
 from shared.bus.nats_bus import connect_nats
 from shared.bus.port import Bus
 from shared.contracts.ids import is_subject_token
@@ -77,9 +78,11 @@ def stay() -> NoReturn:
 
 
 def starter_of(settings: Settings, bus: Bus) -> StartEngine:
-    """Starts the engine; for role store the store, which finds its partner over the bus."""
+    """Starts the engine; for role store the store, which finds its partner over the bus. Raises WrongConfiguration."""
     if settings.role is not Role.STORE:
         return engine_starter(settings.engine)
+    if settings.engine not in OWN_ENGINES:
+        return partial(load_plugged(settings.engine), bus=bus)
     from services.worker.engines.store.engine import start_store  # Only a store imports it.
 
     return partial(start_store, bus=bus)

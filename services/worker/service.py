@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from services.worker.engines.adapters import load_at_start
+from services.worker.engines.plugged import load_plugged
 from services.worker.engines.port import Engine, EngineDead, EngineRefused, Identity, StartEngine
 from services.worker.kv_events import CachePublisher
 from services.worker.kv_exchange.prefetch_orders import PrefetchHandler
@@ -66,7 +67,9 @@ SHUTDOWN_S_MAX = 2 * FLUSH_S_MAX + HANDOFF_S_MAX + ENGINE_CLOSE_S_MAX
 
 
 def engine_starter(name: str) -> StartEngine:
-    return cast("StartEngine", importlib.import_module(ENGINES[name]).start_engine)
+    """Raises WrongConfiguration."""
+    start = importlib.import_module(ENGINES[name]).start_engine if name in ENGINES else load_plugged(name)
+    return cast("StartEngine", start)
 
 
 class Ending(Enum):

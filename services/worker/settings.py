@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from services.worker.engines.plugged import plugged_engines
 from services.worker.engines.simulated.core.settings import SimulatedProfile, read_profile
 from shared.contracts.ids import ALIAS_RULE, is_model_alias
 from shared.contracts.workers import USUAL_BACKEND, Role
@@ -17,6 +18,8 @@ TINY_MODEL = "baton-tiny"
 
 BLOCK_TOKENS = 32
 """vLLM's CPU engines prefer multiples of 32; their own default of 128 finds short shared prefixes in no cache."""
+
+OWN_ENGINES = ("vllm", "simulated", "attached")
 
 NAMES_MAX = 64
 
@@ -71,9 +74,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """
 
     # Engine
-    engine: Literal["vllm", "simulated", "attached"] = "vllm"
-    """vllm, simulated, or attached: no engine of its own, requests are passed on to the server of ``attach_url``.
-    Change it when there is no vLLM here (simulated), or another server has the model (attached).
+    engine: str = "vllm"
+    """vllm, simulated, or attached: no engine of its own, requests are passed on to the server of ``attach_url``. Or
+    the name of an entry point of the group ``baton.engines``: an engine, or with the role store a store, of your own.
+    Change it when there is no vLLM here (simulated), another server has the model (attached), or you have such a
+    package.
     """
     engine_args: str = ""
     """Further arguments for vLLM, such as ``--max-num-seqs 64``. Change it when vLLM needs an option that no other
@@ -202,6 +207,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """
 
     def __post_init__(self) -> None:
+        if self.engine not in OWN_ENGINES and self.engine not in plugged_engines():
+            raise ValueError(
+                f"WORKER_ENGINE: {self.engine!r} is no engine here; known: "
+                f"{', '.join([*OWN_ENGINES, *sorted(plugged_engines())])}. Others come with packages that have entry "
+                "points of the group baton.engines"
+            )
         if self.asleep and self.role is Role.STORE:
             raise ValueError("WORKER_ASLEEP: a store has no engine to start later; unset it")
         if self.engine == "attached" and self.role is not Role.BOTH:

@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -30,13 +31,14 @@ from services.worker.engines.port import (
     Identity,
     KvEventFeed,
     Scope,
+    StartEngine,
     TokenizerFiles,
 )
-from services.worker.engines.simulated.core.block_cache import BlockCache
 from services.worker.engines.simulated.kv_exchange import nixl_package_of
 from services.worker.engines.store.files import StoreFiles
 from services.worker.engines.store.kv_exchange import StoreExchange
-from services.worker.engines.store.memory import Arena, FileJobs, MoverOf, Storage, mover_of, transfer_of
+from services.worker.engines.store.memory import FileJobs, HostMemory, MoverOf, Storage, mover_of, transfer_of
+from services.worker.engines.store.port import MakeMemory
 from services.worker.engines.store.records import BlockShape, shape_of
 from services.worker.engines.store.tiers import FileTier, Tiers
 from services.worker.settings import Settings
@@ -155,13 +157,12 @@ class StoreOptions:
 class StoreEngine(Engine, EngineExchange):
     """Its own KV exchange; computes nothing. Construct it on a running event loop."""
 
-    def __init__(
-        self, options: StoreOptions, shape: BlockShape, blocks: int, storage: Storage, make_mover: MoverOf
-    ) -> None:
+    def __init__(self, options: StoreOptions, shape: BlockShape, storage: Storage, make_mover: MoverOf) -> None:
+        blocks = storage.memory.blocks
         self.app, self.exchange, self.nixl_package = no_app, self, options.nixl_package
-        self.facts = facts_of(options, blocks, storage.as_text(blocks))
+        self.facts = facts_of(options, blocks, storage.as_text())
         tiers = Tiers(
-            BlockCache(blocks),
+            storage.memory,
             FileTier(storage.files.slots if storage.files else 0),
             max(1, JOB_BYTES // shape.block_bytes),
             shape.plan,
@@ -176,7 +177,7 @@ class StoreEngine(Engine, EngineExchange):
         )
         self._shape = shape
         self._core = StoreExchange(holding, tiers, time.monotonic)
-        self._mover, handshake = make_mover(options.identity, shape, storage.arena.address, blocks, self._wake_loop)
+        self._mover, handshake = make_mover(options.identity, shape, storage.memory.address, blocks, self._wake_loop)
         self._core.describe(handshake)
         self._listeners: list[Callable[[EngineNotification], None]] = []
         self._load_listeners: list[Callable[[], None]] = []
@@ -316,7 +317,13 @@ async def no_app(_scope: Scope, _receive: object, send: Callable[[AsgiMessage], 
 
 
 async def start_store(
-    settings: Settings, common: CommonSettings, report: Callable[[str], None], *, identity: Identity, bus: Bus
+    settings: Settings,
+    common: CommonSettings,
+    report: Callable[[str], None],
+    *,
+    identity: Identity,
+    bus: Bus,
+    make_memory: MakeMemory = HostMemory,
 ) -> Engine:
     """Wait for a worker of the model and start a store for it. Raises ValueError for settings that cannot work."""
     model = settings.served_model_name or settings.model
@@ -338,7 +345,7 @@ async def start_store(
         nixl_package=nixl_package_of(transfer),
     )
     report(f"opening {folder}" if options.files_bytes else "allocating memory")
-    store = await open_store(options, mover_of(transfer, settings.kv_address, settings.kv_backend))
+    store = await open_store(options, mover_of(transfer, settings.kv_address, settings.kv_backend), make_memory)
     store.end_after(wait_until_orphaned(bus, partner.record.fingerprint.key(), model))
     return store
 
@@ -352,7 +359,12 @@ def check_same_backend(backend: str, partner: WorkerRecord) -> None:
         )
 
 
-async def open_store(options: StoreOptions, make_mover: MoverOf) -> StoreEngine:
+def store_with(make_memory: MakeMemory) -> StartEngine:
+    """What an entry point of the group ``baton.engines`` names, to start a store with another memory."""
+    return partial(start_store, make_memory=make_memory)
+
+
+async def open_store(options: StoreOptions, make_mover: MoverOf, make_memory: MakeMemory) -> StoreEngine:
     """A running store; ``close`` ends it. Raises ValueError, FolderTaken, OSError."""
     shape = options.partner.shape
     blocks = shape.blocks_in(options.memory_bytes)
@@ -361,7 +373,7 @@ async def open_store(options: StoreOptions, make_mover: MoverOf) -> StoreEngine:
             f"WORKER_STORE_MEMORY_BYTES={options.memory_bytes}: a block of {options.model} takes {shape.block_bytes} "
             f"bytes, and a store needs {BLOCKS_MIN} blocks; set it to {BLOCKS_MIN * shape.block_bytes} or more"
         )
-    arena = Arena(blocks * shape.block_bytes)
+    memory = make_memory(blocks, shape.block_bytes)
     thread = ThreadPoolExecutor(1, thread_name_prefix="store-files")
     slots, files = shape.blocks_in(options.files_bytes), None
     if slots:
@@ -372,10 +384,10 @@ async def open_store(options: StoreOptions, make_mover: MoverOf) -> StoreEngine:
                 identity=shape.identity(),
                 block_bytes=shape.block_bytes,
                 slots=slots,
-                memory=(arena.address, arena.size),
+                memory=(memory.address, blocks * shape.block_bytes),
             ),
         )
-    return StoreEngine(options, shape, blocks, Storage(arena, files, thread), make_mover)
+    return StoreEngine(options, shape, Storage(memory, files, thread), make_mover)
 
 
 def folder_of(common: CommonSettings, identity: Identity) -> Path:

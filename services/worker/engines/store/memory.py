@@ -24,9 +24,11 @@ from connector.transfer.agent import Region, TransferAgent
 from connector.worker.connections import PROBE_BYTES, Own
 from connector.worker.transfer_thread import Copier, TransferThread
 from services.worker.engines.port import Identity
+from services.worker.engines.simulated.core.block_cache import BlockCache
 from services.worker.engines.simulated.kv_exchange import agent_name
 from services.worker.engines.store.files import StoreFiles
 from services.worker.engines.store.kv_exchange import StoreExchange
+from services.worker.engines.store.port import StoreMemory
 from services.worker.engines.store.records import BlockShape
 from services.worker.engines.store.tiers import Job
 from services.worker.settings import Settings
@@ -41,20 +43,31 @@ class Arena:
     """
 
     def __init__(self, size: int) -> None:
-        self.size = size
         self._memory = mmap.mmap(-1, size + PROBE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
 
 
+class HostMemory(BlockCache):
+    """Blocks in host memory, of which the least recently used is dropped first: a ``StoreMemory``."""
+
+    def __init__(self, blocks: int, block_bytes: int) -> None:
+        super().__init__(blocks)
+        self._arena = Arena(blocks * block_bytes)
+
+    @property
+    def address(self) -> int:
+        return self._arena.address
+
+
 @dataclass(frozen=True, slots=True)
 class Storage:
-    arena: Arena
+    memory: StoreMemory
     files: StoreFiles | None
     thread: ThreadPoolExecutor
 
-    def as_text(self, blocks: int) -> str:
+    def as_text(self) -> str:
         files = "none in files" if self.files is None else f"{self.files.slots} in files ({self.files.description})"
-        return f"{blocks} blocks in memory, {files}"
+        return f"{self.memory.blocks} blocks in memory, {files}"
 
 
 MoverOf = Callable[[Identity, BlockShape, int, int, Callable[[], None]], tuple[TransferThread, KvHandshake]]

@@ -15,8 +15,9 @@ from enum import Enum
 from itertools import groupby, islice, takewhile
 
 from connector.groups import Blocks, GroupPlan
-from connector.reader.prefetch import Held
-from services.worker.engines.simulated.core.block_cache import BlockCache, CacheBlockAllocator, Change
+from connector.reader.prefetch import FREE_SHARE_MIN, Held
+from services.worker.engines.simulated.core.block_cache import Change
+from services.worker.engines.store.port import StoreMemory
 from services.worker.engines.store.records import SlotRecord, group_of, name_in
 from services.worker.kv_events import EventTranslation, narrow_windows
 from shared.contracts.kv_events import KvEvent, KvEventKind, KvTier
@@ -214,12 +215,11 @@ class Counts:
 class Tiers:
     """A ``connector.reader.prefetch.BlockAllocator``. Slots of the file are numbered after the blocks of memory."""
 
-    def __init__(self, memory: BlockCache, files: FileTier, job_blocks_max: int, plan: GroupPlan) -> None:
+    def __init__(self, memory: StoreMemory, files: FileTier, job_blocks_max: int, plan: GroupPlan) -> None:
         self.memory = memory
         self.files = files
         self.plan = plan
         self._events = StoreEvents(plan)
-        self._allocator = CacheBlockAllocator(memory)
         self._job_blocks_max = job_blocks_max
         self._to_load: dict[bytes, None] = {}
         self._to_save: dict[bytes, None] = {}
@@ -232,7 +232,7 @@ class Tiers:
     @property
     def blocks(self) -> int:
         """Blocks of memory."""
-        return self._allocator.blocks
+        return self.memory.blocks
 
     @property
     def fetch_blocks_max(self) -> int:
@@ -306,8 +306,9 @@ class Tiers:
         """Never called, as it offers nothing."""
 
     def allocate(self, count: int) -> list[int]:
-        """At most ``count`` blocks of memory for new content."""
-        return self._allocator.allocate(count)
+        """At most ``count`` blocks of memory for new content. ``FREE_SHARE_MIN`` of all stays free for loads."""
+        spare = self.memory.free - int(self.memory.blocks * FREE_SHARE_MIN)
+        return self.memory.take(max(0, min(count, spare))) or []
 
     def cache(self, hashes: Sequence[bytes], blocks: Blocks, boundary: int) -> None:
         """Make arrived blocks readable to others and queue them for saving."""
