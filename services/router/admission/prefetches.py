@@ -97,6 +97,8 @@ class Prefetches:
         nothing = PrefetchRecord(
             worker_id=view.record.worker_id, is_order=is_order, held_tokens=placement.cached_tokens
         )
+        if placement.cached_tokens and placement.uncached_tokens < view.record.hashing.block_size:
+            return nothing, Outcome.NOTHING  # It has all that can be handed over.
         if not placement.sources:
             return msgspec.structs.replace(nothing, failure=NOTHING_TO_FETCH), Outcome.NOTHING
         begun_at = self._now()
