@@ -27,13 +27,15 @@ POLL_S = 0.05
 """Interval at which deadlines are checked while a fetch runs or a prompt is followed."""
 LOAD_S_MAX = 0.3
 """How long a lease request waits for the next of its blocks to be loaded. Readers wait for half a second."""
+STILL_S_MAX = 1.0
+"""How long a reader that is told of coming blocks waits for the next: jobs that save may be under way before."""
 LOADS_S_MAX = 10.0
 """Maximum of ``LeaseKv.load_s``."""
 SPEED_SHARE = 0.3
 """Part that the newest load has in the speed of loading."""
 SPEED_S_MAX = 30.0
 """Age at which a speed counts as unknown, so that a disk that was slow is tried again."""
-COMING_S = 0.1
+COMING_S = 0.2
 """Interval at which a reader is told that blocks are coming."""
 LEASES_WAITING_MAX = 256
 """Lease requests that may wait for files; further ones are granted what is in memory."""
@@ -43,6 +45,8 @@ LEASES_WAITING_MAX = 256
 class _Waiting:
     lease: LeaseKv
     names: list[bytes]
+    still_s: float
+    """How long files may stand still."""
     until: float
     last: float
     """``until`` goes no further."""
@@ -146,6 +150,7 @@ class StoreExchange:
         if due:
             self._waiting = [one for one in self._waiting if one not in due]
             self._core.handle(EngineCall(leases=[one.lease for one in due]))
+        self._say_coming(now)
         self._core.grant()
         self._core.on_time()
         outbox, orders = self._core.reader.outbox, self._core.orders
@@ -158,7 +163,7 @@ class StoreExchange:
         polls = core.works_without_request or core.holder.has_followed
         now, expiry_s = self._now(), core.holder.counts.next_expiry_s or None
         times = [expiry_s, now + POLL_S if polls else None, self.tiers.saves_at(now)]
-        times += [one.until for one in self._waiting]
+        times += [min(one.until, one.told + COMING_S) if one.lease.load_s else one.until for one in self._waiting]
         return min((at for at in times if at is not None), default=None)
 
     def take_orders(self) -> Orders:
@@ -181,7 +186,7 @@ class StoreExchange:
         if job.kind is JobKind.LOAD and any(checksums):
             self._speed.loaded(len(job.names), now)
             for one in self._waiting:
-                self._wait_on(one, now)
+                one.until = max(one.until, min(now + one.still_s, one.last))
 
     def take_notifications(self) -> EngineNotification | None:
         return self._count_grants(self._core.notifications()) if self._core.has_notifications else None
@@ -221,15 +226,16 @@ class StoreExchange:
         if lease.load_s and self._speed.block_s(now) * (len(missing) + self.tiers.waiting[0]) > load_s:
             return False  # The reader has computed them sooner.
         self.tiers.load(missing)
-        self._waiting.append(_Waiting(lease, missing, now + min(LOAD_S_MAX, load_s), now + load_s, now))
+        still_s = min(STILL_S_MAX if lease.load_s else LOAD_S_MAX, load_s)
+        self._waiting.append(_Waiting(lease, missing, still_s, now + still_s, now + load_s, now))
         return True
 
-    def _wait_on(self, one: _Waiting, now: float) -> None:
-        """Files deliver, so the lease request waits for more, and its reader is told."""
-        one.until = max(one.until, min(now + LOAD_S_MAX, one.last))
-        if one.lease.load_s and now >= one.told + COMING_S and any(map(self.tiers.is_coming, one.names)):
-            one.told = now
-            self._core.say_coming(one.lease)
+    def _say_coming(self, now: float) -> None:
+        """Tell the readers that wait."""
+        for one in self._waiting:
+            if one.lease.load_s and now >= one.told + COMING_S:
+                one.told = now
+                self._core.say_coming(one.lease)
 
     def _drop_waiting(self, release: ReleaseKv) -> None:
         self._waiting = [

@@ -14,7 +14,7 @@ from connector.layout.routes import ReaderRank, routes_to, spans_of
 from connector.layout.tensors import heads_of
 from connector.messages import EngineCall
 from services.worker.engines.simulated.core.block_cache import BlockCache
-from services.worker.engines.store.kv_exchange import LOAD_S_MAX, SPEED_S_MAX, StoreExchange
+from services.worker.engines.store.kv_exchange import COMING_S, LOAD_S_MAX, SPEED_S_MAX, STILL_S_MAX, StoreExchange
 from services.worker.engines.store.records import SlotRecord, shape_of
 from services.worker.engines.store.tiers import SAVE_AGAIN_S, FileTier, Tiers
 from shared.contracts.ids import Epoch, WorkerId
@@ -132,6 +132,20 @@ def test_a_patient_reader_is_told_that_blocks_come_and_gets_all(store):
     assert (grant.final, len(blocks_of(grant)), grant.reason) == (True, 7, None)
 
 
+def test_a_patient_reader_is_told_that_blocks_come_while_other_jobs_run(store):
+    store.in_files(chain(1, 3))
+    store.ask(chain(1, 3), load_s=2.0)
+
+    for _time in range(4):
+        assert store.exchange.wakes_at() == pytest.approx(store.now + COMING_S)
+        store.now += COMING_S
+        (coming,) = store.poll()
+        assert not coming.final
+    store.now += COMING_S
+    (grant,) = store.poll()
+    assert (grant.final, grant.reason) == (True, NoGrant.NOT_HELD)
+
+
 def test_a_patient_reader_is_told_seldom(store):
     store.in_files(chain(1, 7))
     store.ask(chain(1, 7), load_s=2.0)
@@ -147,7 +161,7 @@ def test_no_reader_waits_longer_than_it_allows_or_than_files_stand_still(store, 
     store.now += 0.29
     store.load(jobs=1)
 
-    store.now += {0.5: 0.22}.get(load_s, LOAD_S_MAX)
+    store.now += {0.5: 0.22, float("inf"): STILL_S_MAX}.get(load_s, LOAD_S_MAX)
     (grant,) = store.poll()
 
     assert (grant.final, len(blocks_of(grant)), grant.reason) == (True, JOB_BLOCKS, NoGrant.NOT_HELD)
@@ -166,7 +180,9 @@ def test_a_store_does_not_load_what_its_reader_has_computed_sooner(store):
     assert store.exchange.next_job() is None
     store.now += SPEED_S_MAX
     assert store.ask(chain(2, 3), load_s=0.29) == [], "a disk that was slow is tried again"
-    assert store.exchange.wakes_at() == pytest.approx(store.now + 0.29)
+    store.now += 0.29
+    (grant,) = store.poll()
+    assert (grant.groups, grant.final) == ([], True)
 
 
 def test_the_wait_for_a_load_ends_by_itself(store):
