@@ -59,6 +59,8 @@ def about_workers(facts: SystemFacts) -> Iterator[Finding]:
     if not facts.records:
         todo = "`baton up --join` adds one; `baton workers` also shows workers that are starting."
         yield _finding(Level.ERROR, "No worker is registered.", "Every request is rejected with 503.", todo)
+        for worker in facts.fleet.workers if facts.fleet is not None else ():
+            yield from _life(worker)
         return
     loads = {heard.report.worker_id: heard for heard in facts.loads}
     yield _counts(facts.records)

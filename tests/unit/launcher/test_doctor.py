@@ -357,6 +357,13 @@ def test_a_fault_of_the_system_is_the_worst_finding(fault: str):
     assert level is not Level.WARNING or it.todo or it.why
 
 
+def test_lost_workers_are_named_when_none_is_left():
+    lost = fleet(living(record("w9"), WorkerPhase.LOST))
+    told = [one.what for one in faults(installation(), system(records=[], loads=[], fleet=lost))]
+
+    assert told == ["No worker is registered.", "w9 was lost 5.00 s ago."]
+
+
 @pytest.mark.parametrize(("speed", "memory"), [(42e9, "cuda"), (1.5e9, "cpu")])
 def test_the_speed_of_kv_reads_is_told(speed, memory):
     there = system(**reading(speed, memory))
