@@ -274,13 +274,17 @@ def pair_of(*families: Any) -> Callable[..., Iterator[Pair]]:
 
 @pytest.fixture
 async def settled_driver(pair: Pair) -> AsyncIterator[Driver]:
-    """Each test leaves nothing pinned, read or served. A draft knew the prompts, whatever became of their KV."""
+    """Each test leaves nothing pinned, read or served. A draft knew the prompts, whatever became of their KV.
+
+    Not those that were computed beside other answers, in parts of a few tokens: vLLM's runner for CPUs takes a prompt's
+    last token for the one after each part, so EAGLE's and MTP's KV is wrong there.
+    """
     async with driver_of(pair) as driver:
         yield driver
         await driver.tap.until_settled(PREFILL, DECODE, s_max=EXPIRED_S_MAX)
         for leg in driver.tap.legs.values():
             kv = leg.report.kv if leg.report is not None else None
-            if kv is not None and kv.drafted_tokens:
+            if kv is not None and kv.drafted_tokens and not kv.recompute_slowed_s:
                 assert kv.accepted_tokens >= pair.model.accepted_min * kv.drafted_tokens, (leg.start.kind, kv)
 
 

@@ -32,11 +32,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.nats]
 SHORT_PROMPT = 201
 
 
-DRAFTLESS = (
-    "a follower whose source died after 256 of 1000 tokens accepted 11 of 21 drafts of MiMo's MTP layer, not 80 %"
-)
-UNKNOWN = [pytest.param(method, marks=pytest.mark.xfail(reason=DRAFTLESS, strict=False)) for method in DRAFTS]
-pair, driver = pair_of("gemma-3", *PLAIN, *UNKNOWN), settled_driver
+pair, driver = pair_of("gemma-3", *PLAIN, *DRAFTS), settled_driver
 
 
 async def test_readers_survive_a_prefill_engine_that_dies_and_its_restart(pair: Pair, driver: Driver):
