@@ -96,7 +96,8 @@ async def answer(leg: PulledLeg) -> Answered:
                     return Answered(first_at or now, second_at or now, step_s, frame.report)
 
 
-async def hand_off(fleet: BenchFleet, prompt: list[int], how: str) -> Handoff:
+async def hand_off(fleet: BenchFleet, prompt: list[int], how: str, holder: str = P) -> Handoff:
+    """``holder``: the worker that computes the prompt."""
     fields = {"max_tokens": TOKENS_OUT, "stream": True, "ignore_eos": True}
     options: dict[str, Any] = {"fields": fields, "deadline_s": LEG_S_MAX}
     driver = fleet.driver
@@ -104,15 +105,15 @@ async def hand_off(fleet: BenchFleet, prompt: list[int], how: str) -> Handoff:
     begun_at = time.monotonic()
     if how == STREAMED:
         leg_id = LegId(new_lease_id())
-        sources = [driver.source(P, follow=True, leg_id=leg_id)]
-        prefill = await driver.start(P, LegKind.PREFILL, prompt, kv_offer=False, leg_id=leg_id, **options)
+        sources = [driver.source(holder, follow=True, leg_id=leg_id)]
+        prefill = await driver.start(holder, LegKind.PREFILL, prompt, kv_offer=False, leg_id=leg_id, **options)
         decode = await driver.start(D, LegKind.DECODE, prompt, kv_sources=sources, **options)
         answering = asyncio.create_task(answer(decode))
         await answer(prefill)
         prefilled_at = time.monotonic()
         answered = await answering
     else:
-        prefill = await driver.start(P, LegKind.PREFILL, prompt, **options)
+        prefill = await driver.start(holder, LegKind.PREFILL, prompt, **options)
         made = (await answer(prefill)).report
         prefilled_at = time.monotonic()
         offer = msgspec.msgpack.encode(made.kv.offer) if made.kv else made.kv_transfer

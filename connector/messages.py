@@ -136,6 +136,10 @@ class ReadMeasured(Message, frozen=True, kw_only=True):
     """Speed of the fastest read."""
     memory: KvMemory = KvMemory.CPU
     failure: str = ""
+    notice_s: float = 0.0
+    """Seconds from a request for blocks to its grant, as a notification of NIXL; 0.0: not known."""
+    bus_s: float = 0.0
+    """Seconds from a request for blocks to its grant over the bus; 0.0: not known."""
 
 
 class LeaseDigested(Message, frozen=True, kw_only=True):
@@ -199,6 +203,15 @@ class DigestBlocks:
     """Blocks of each KV cache group."""
 
 
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Send this to the engine of a peer as a notification of NIXL."""
+
+    peer: PeerKey
+    packed: bytes
+    """A KvGrant, msgpack."""
+
+
 @dataclass(slots=True)
 class Orders:
     connect: list[Peer] = field(default_factory=list)
@@ -207,9 +220,13 @@ class Orders:
     cancel: list[int] = field(default_factory=list)
     """Reads that are not needed any more. They are still reported, when no byte of them can move."""
     digests: list[DigestBlocks] = field(default_factory=list)
+    notices: list[Notice] = field(default_factory=list)
+    listens: bool | None = None
+    """Whether to look for notices from now on; None: as before."""
 
     def __bool__(self) -> bool:
-        return bool(self.connect or self.forget or self.reads or self.cancel or self.digests)
+        moves = self.connect or self.forget or self.reads or self.cancel or self.digests
+        return bool(moves or self.notices or self.listens is not None)
 
 
 @dataclass(slots=True)

@@ -65,6 +65,16 @@ class Outbox:
     """``Read.part_blocks`` of this engine's reads by KV cache group; known with its memory."""
 
 
+@dataclass(frozen=True, slots=True)
+class Shortcuts:
+    """Ways past the bus that grants may take to this reader."""
+
+    reply_to: str = ""
+    """See ``LeaseKv.reply_to``."""
+    listens: Callable[[PeerKey], bool] = lambda _peer: False
+    """See ``LeaseKv.listens``."""
+
+
 @dataclass(slots=True, kw_only=True)
 class FetchPlan:
     """What to fetch, from which sources, for which reader. Positions are in tokens from the start of the prompt."""
@@ -87,8 +97,7 @@ class FetchPlan:
     outbox: Outbox
     clock_ahead: Callable[[PeerKey], float | None]
     """The most that a peer's clock may be ahead of this one, seconds; None if it is not connected."""
-    reply_to: str = ""
-    """See ``LeaseKv.reply_to``."""
+    shortcuts: Shortcuts
     next_number: Callable[[], int]
     """Numbers unique among all fetches of this reader."""
 
@@ -118,7 +127,8 @@ def lease_message(plan: FetchPlan, request: LeaseRequest) -> LeaseKv:
         hold_s=plan.limits.hold_s,
         follow_s=plan.follow_s if request.followed else 0.0,
         leg_id=request.leg_id,
-        reply_to=plan.reply_to,
+        reply_to=plan.shortcuts.reply_to,
+        listens=request.listens,
         end=request.end if groups.beyond else 0,
         load_s=request.load_s,
     )
@@ -271,6 +281,11 @@ class Fetch:
     def reads_under_way(self) -> int:
         return len(self._reads)
 
+    @property
+    def listens(self) -> bool:
+        """Whether grants may come as notices."""
+        return any(request.open and request.listens for request in self.requests)
+
     def has_request(self, lease_id: str) -> bool:
         return any(request.lease_id == lease_id for request in self.requests)
 
@@ -302,11 +317,18 @@ class Fetch:
             self.end = min(self.end, self.plan.start + len(local[0].ids) * self._groups.stride)
         self._read_granted(now)
 
-    def on_grant(self, grant: KvGrant, now: float) -> None:
-        """A holder's reply. A grant that does not fit the request, or names other content, ends the request."""
+    def on_grant(self, grant: KvGrant, now: float) -> bool:
+        """A holder's reply; returns whether it is taken. A grant that does not fit the request, or names other content,
+        ends the request. One that came before, the other way, or ahead of its predecessor, is ignored: the bus brings
+        each in its turn.
+        """
         request = next((request for request in self.requests if request.lease_id == grant.ask_id), None)
         if request is None or not request.open or request.peer != (grant.worker_id, grant.epoch):
-            return
+            return False
+        if grant.number >= 0:
+            if grant.number != request.numbered:
+                return False
+            request.numbered += 1
         if grant.groups and (why := self._accept(request, grant, now)):
             request.close(why)
         if grant.final:
@@ -315,6 +337,7 @@ class Fetch:
             answer_s = self.plan.limits.answer_s_max
             request.overdue_at = min(now, request.requested_at + request.load_s) + answer_s
         self._go_on(now)
+        return True
 
     def on_part(self, part: ReadPart, now: float) -> None:
         """Blocks of a read are final."""
@@ -521,6 +544,7 @@ class Fetch:
             followed=source.follow,
             leg_id=source.leg_id,
             load_s=0.0 if source.follow else min(limits.load_s_max, source.worth_s or limits.load_s_max),
+            listens=plan.shortcuts.listens(source.peer),
         )
         self.requests.append(request)
         plan.outbox.lease_requests.append(lease_message(plan, request))

@@ -74,6 +74,10 @@ class LeaseRequest:
     leg_id: LegId = NO_LEG
     load_s: float = 0.0
     """``LeaseKv.load_s``."""
+    listens: bool = False
+    """Whether grants may come as notices."""
+    numbered: int = 0
+    """Grants taken that have a number."""
     is_offer: bool = False
     """``lease_id`` is that of an offer: the lease was granted without a request."""
     open: bool = True

@@ -49,6 +49,10 @@ class Peers:
         self._memory.pop(key, None)
         return self._ahead_s.pop(key, None) is not None
 
+    def newest(self, worker_id: WorkerId) -> PeerKey | None:
+        """The known epoch of the worker."""
+        return next((key for key in self._ahead_s if key[0] == worker_id), None)
+
     def memory(self, key: PeerKey) -> PeerMemory | None:
         """None for an unknown peer."""
         return self._memory.get(key)

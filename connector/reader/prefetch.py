@@ -177,6 +177,11 @@ class Prefetcher:
         for order in again:
             self.start(order)
 
+    @property
+    def listens(self) -> bool:
+        """Whether grants may come as notices."""
+        return any(prefetch.fetch.listens for prefetch in self.under_way)
+
     def on_grant(self, grant: KvGrant) -> None:
         for prefetch in self.under_way:
             if prefetch.fetch.has_request(grant.ask_id):

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from connector.groups import Blocks, GroupPlan
 from connector.messages import PeerKey, ReadPart
-from connector.reader.fetch import Fetch, FetchLimits, FetchPlan, Outbox
+from connector.reader.fetch import Fetch, FetchLimits, FetchPlan, Outbox, Shortcuts
 from connector.reader.lease_request import Source
 from connector.reader.peers import Peers
 from connector.reader.prefetched_blocks import WithoutRequest
@@ -200,10 +200,9 @@ class Reader:
         peers: Peers,
         limits: FetchLimits,
         now: Callable[[], float],
-        reply_to: str = "",
+        shortcuts: Shortcuts | None = None,
         without_request: WithoutRequest | None = None,
     ) -> None:
-        """``reply_to``: see ``LeaseKv``."""
         self.outbox = Outbox()
         self.refused: list[str] = []
         """Requests to refuse, because too little is cached."""
@@ -220,7 +219,7 @@ class Reader:
         self._peers = peers
         self._limits = limits
         self._without_request = without_request or WithoutRequest()
-        self._reply_to = reply_to
+        self._shortcuts = shortcuts or Shortcuts()
         self._now = now
         self.fetching: dict[str, RequestState] = {}
         """Requests with a fetch, by id: most have none, and every step looks at these."""
@@ -406,8 +405,8 @@ class Reader:
         """Hand a grant to its fetch. A grant without one needs no action: its lease has been released."""
         for state in self.fetching.values():
             if state.fetch is not None and state.fetch.has_request(grant.ask_id):
-                state.fetch.on_grant(grant, self._now())
-                if grant.final and any(source.follow for source in state.order.sources):
+                is_taken = state.fetch.on_grant(grant, self._now())
+                if is_taken and grant.final and any(source.follow for source in state.order.sources):
                     # What was granted before its prompt was computed was cached, and so was what precedes it.
                     end = state.fetch.granted_end(grant.ask_id) if grant.prefill_cached_tokens < 0 else 0
                     state.counts.prefill_cached_tokens = max(grant.prefill_cached_tokens, end)
@@ -439,6 +438,11 @@ class Reader:
         return not self.unfinished and not self.fetching
 
     @property
+    def listens(self) -> bool:
+        """Whether grants may come as notices."""
+        return not self.idle and any(fetch.listens for fetch in self._fetches())
+
+    @property
     def reads_under_way(self) -> int:
         return 0 if self.idle else sum(fetch.reads_under_way for fetch in self._fetches())
 
@@ -464,7 +468,7 @@ class Reader:
             limits=self._limits,
             outbox=self.outbox,
             clock_ahead=self._peers.clock_ahead_s,
-            reply_to=self._reply_to,
+            shortcuts=self._shortcuts,
             next_number=lambda: next(self.numbers),
         )
 

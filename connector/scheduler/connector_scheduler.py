@@ -36,9 +36,10 @@ from connector.reader.fetch import FetchLimits
 from connector.reader.prefetch import FREE_SHARE_MIN, HELD_SHARE_MAX, Held
 from connector.reader.reader import Settled
 from connector.scheduler.engine_loop import IDLE_WAIT_S_MAX, READ_WAIT_S_MAX, CallsDuringSteps, IdleWait
-from connector.scheduler.exchange_core import ExchangeCore, GrantWays
+from connector.scheduler.exchange_core import ExchangeCore
 from connector.scheduler.first_token import first_token_of
 from connector.scheduler.grant_socket import GrantSocket
+from connector.scheduler.grant_ways import GrantWays
 from connector.scheduler.known_hashes import remember_hashes
 from connector.scheduler.node_clocks import NodeClocks
 from connector.scheduler.recompute_share import RecomputeShare
@@ -402,6 +403,7 @@ class ConnectorScheduler:
         orders.reads += outbox.reads
         orders.cancel += outbox.cancel
         outbox.reads, outbox.cancel = [], []
+        self._core.listen()
 
 
 class NotificationSocket:

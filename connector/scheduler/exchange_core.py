@@ -26,18 +26,23 @@ from connector.messages import (
     Connected,
     EngineCall,
     EngineNotification,
+    Notice,
     Orders,
     Peer,
     PeerConnected,
     PeerKey,
+    ReadMeasured,
     ReadPart,
 )
-from connector.reader.fetch import FetchLimits
+from connector.reader.fetch import FetchLimits, Shortcuts
+from connector.reader.grant_test import GrantTests, GrantTimes
 from connector.reader.peers import Peers, key_of
 from connector.reader.prefetch import BlockAllocator, Prefetch, Prefetcher
 from connector.reader.prefetched_blocks import PrefetchedBlocks, WithoutRequest
 from connector.reader.reader import Reader
 from connector.reader.speed_test import SpeedTests
+from connector.scheduler.grant_ways import GrantWays
+from shared.bounded import Bounded
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import (
     KvExchangeState,
@@ -48,9 +53,16 @@ from shared.contracts.kv_exchange import (
     LeaseKv,
     LegOrder,
 )
+from shared.contracts.workers import looks_for_notices
 
+NOTICE_BYTES_MAX = 1 << 15
+"""Larger grants take the bus alone."""
+MEASURES_MAX = 16
 ANSWERED_MAX = 4096
 """Requests that are reported as answered at a time. The worker keeps any other one open until it is released."""
+
+
+_encode = msgspec.msgpack.Encoder().encode
 
 
 class ExchangeStats:
@@ -156,44 +168,6 @@ class PendingReplies:
         return bool(self.grants or self.connected or self.chains)
 
 
-class GrantWays:
-    """Which grants go straight to the reader's engine: those of leases that name a socket, until it fails once. Later
-    grants of that lease take the bus, so that none overtakes another.
-
-    ``send_directly`` takes the socket's path, and returns whether the grant is in the reader's queue. ``reply_to`` is
-    the path of this engine's own socket, if it has one.
-    """
-
-    def __init__(
-        self, send_directly: Callable[[str, KvGrant], bool] = lambda _path, _grant: False, reply_to: str = ""
-    ) -> None:
-        self.reply_to = reply_to
-        self._send_directly = send_directly
-        self._paths: dict[str, str] = {}
-        """Reply paths of leases that may get more grants, by ask id. They are followed, and the holder bounds their
-        number."""
-
-    def note(self, ask: LeaseKv) -> None:
-        """A request is about to be granted."""
-        if ask.reply_to:
-            self._paths[ask.ask_id] = ask.reply_to
-
-    def forget(self, ask_ids: Iterable[str]) -> None:
-        """These get no more grants, or get them over the bus."""
-        for ask_id in ask_ids:
-            self._paths.pop(ask_id, None)
-
-    def send(self, grant: KvGrant) -> bool:
-        """Whether it was sent; if not, it takes the bus."""
-        path = self._paths.get(grant.ask_id)
-        if path is None:
-            return False
-        is_sent = self._send_directly(path, grant)
-        if grant.final or not is_sent:
-            del self._paths[grant.ask_id]
-        return is_sent
-
-
 class ExchangeCore:
     """Reads and cancellations are in ``reader.outbox``; the caller hands them to its mover of bytes."""
 
@@ -217,12 +191,19 @@ class ExchangeCore:
         self._grant_ways = grant_ways or GrantWays()
         self.holder = Holder(settings, now)
         me = settings.worker_id, settings.epoch
+        self._without_notices: set[PeerKey] = set()
+        """Peers on this machine, and those whose notices come no sooner than the bus."""
+        self._is_listening = False
         self._prefetched = blocks = PrefetchedBlocks()
         self._stats = ExchangeStats(blocks)
         under_way: list[Prefetch] = []
         reply_to = self._grant_ways.reply_to
-        self.reader = Reader(me, groups, self._peers, limits, now, reply_to, WithoutRequest(under_way, blocks))
+        shortcuts = Shortcuts(reply_to, self._may_listen)
+        self.reader = Reader(me, groups, self._peers, limits, now, shortcuts, WithoutRequest(under_way, blocks))
         self.prefetcher = Prefetcher(self.reader, now, under_way, blocks)
+        self._grant_tests = GrantTests(me, self.reader.outbox, now, reply_to)
+        self._grant_times = Bounded[str, GrantTimes](MEASURES_MAX)
+        """Results by measure id, until the speed is known, too."""
         self._speed_tests = SpeedTests(self.reader.outbox, self.reader.numbers, now)
         self._digests = LeaseDigests(self.holder, now)
         self._hot: HotChains
@@ -256,13 +237,12 @@ class ExchangeCore:
             self._grant_ways.note(ask)
             self._reply(self.holder.lease(ask))
         for grant in call.grants:
-            self.reader.on_grant(grant)
-            self.prefetcher.on_grant(grant)
+            self._on_grant(grant, noticed=False)
         for fetch in call.fetches:
             self.prefetcher.start(fetch)
         for measure in call.measures:
             memory = self._peers.memory((measure.worker_id, measure.epoch))
-            self._speed_tests.start(measure, memory, self._device)
+            self._grant_tests.start(measure, is_known=memory is not None)
         for digest in call.digests:
             if (blocks := self._digests.start(digest)) is not None:
                 self.orders.digests.append(blocks)
@@ -270,6 +250,7 @@ class ExchangeCore:
             self._tell_chains(call)
         if call.release_all:
             self.holder.release_all()
+        self._on_grants_tested()
 
     def _held(self, hashes: Sequence[bytes]) -> int:
         return self.holder.held(list(hashes))
@@ -302,8 +283,17 @@ class ExchangeCore:
             self._reply(grant)
 
     def on_direct_grant(self, grant: KvGrant) -> None:
-        """A grant came from the holder's engine, past the bus."""
-        self.handle(EngineCall(grants=[grant]))
+        """A grant came from the holder's engine: through this engine's socket or, what the bus repeats, as a notice."""
+        if grant.number >= 0:
+            self._on_grant(grant, noticed=True)
+            self._on_grants_tested()
+            return
+        if self._peers.memory((grant.worker_id, grant.epoch)) is not None:
+            self._without_notices.add((grant.worker_id, grant.epoch))
+        if self._grant_tests.on_near(grant):
+            self._on_grants_tested()
+        else:
+            self._on_grant(grant, noticed=False)
         if grant.final:
             self._replies.answered.append(grant.ask_id)
             del self._replies.answered[:-ANSWERED_MAX]
@@ -314,6 +304,8 @@ class ExchangeCore:
             self.reader.on_time()
         if not self.prefetcher.idle:
             self.prefetcher.advance()
+        self._grant_tests.on_time()
+        self._on_grants_tested()
         self._speed_tests.on_time()
         self._digests.on_time()
 
@@ -361,7 +353,8 @@ class ExchangeCore:
     @property
     def works_without_request(self) -> bool:
         """Whether it fetches, measures or computes digests for no request: the engine must step without one."""
-        return bool(self.prefetcher.under_way or self._speed_tests.under_way or self._digests.under_way)
+        tests = self._speed_tests.under_way or self._grant_tests.under_way
+        return bool(self.prefetcher.under_way or tests or self._digests.under_way)
 
     @property
     def computes_digests(self) -> bool:
@@ -388,12 +381,16 @@ class ExchangeCore:
             or orders.reads
             or orders.cancel
             or orders.digests
+            or orders.notices
+            or orders.listens is not None
+            or self._is_listening
             or replies.grants
             or replies.connected
             or replies.chains
             or self.connecting
             or prefetcher.under_way
             or prefetcher.ended
+            or self._grant_tests.under_way
             or tests.under_way
             or tests.ended
             or digests.under_way
@@ -427,7 +424,7 @@ class ExchangeCore:
             answered=replies.answered,
             connected=replies.connected,
             fetched=self.prefetcher.ended,
-            measured=self._speed_tests.ended,
+            measured=[self._with_grant_times(one) for one in self._speed_tests.ended],
             digested=self._digests.ended,
             chains=replies.chains,
             lost_blocks=replies.lost_blocks,
@@ -438,6 +435,37 @@ class ExchangeCore:
         self._replies = PendingReplies()
         reader.unknown_peers.clear()
         return notifications
+
+    def listen(self) -> None:
+        """Order to look for notices, or not to any more, as requests need it. Called before orders are given."""
+        wanted = self.reader.listens or self.prefetcher.listens or bool(self._grant_tests.under_way)
+        if wanted != self._is_listening:
+            self._is_listening = self.orders.listens = wanted
+
+    def _may_listen(self, peer: PeerKey) -> bool:
+        """Whether its grants may come as notices that are worth looking for."""
+        return bool(self._grant_ways.reply_to) and peer not in self._without_notices
+
+    def _on_grant(self, grant: KvGrant, *, noticed: bool) -> None:
+        if not self._grant_tests.on_grant(grant, noticed=noticed):
+            self.reader.on_grant(grant)
+            self.prefetcher.on_grant(grant)
+
+    def _on_grants_tested(self) -> None:
+        """How long grants take is known: use notices where they pay, and measure the speed of reads next."""
+        ended, self._grant_tests.ended = self._grant_tests.ended, []
+        for order, times in ended:
+            peer = order.worker_id, order.epoch
+            memory = self._peers.memory(peer)
+            if memory is not None and times.notice_s and times.bus_s:
+                change = set.discard if looks_for_notices(times.notice_s, times.bus_s) else set.add
+                change(self._without_notices, peer)
+            self._grant_times[order.measure_id] = times
+            self._speed_tests.start(order, memory, self._device)
+
+    def _with_grant_times(self, measured: ReadMeasured) -> ReadMeasured:
+        times = self._grant_times.pop(measured.measure_id, GrantTimes())
+        return msgspec.structs.replace(measured, notice_s=times.notice_s, bus_s=times.bus_s)
 
     @property
     def _device(self) -> str:
@@ -463,6 +491,7 @@ class ExchangeCore:
     def _forget_peer(self, key: PeerKey) -> None:
         if not self._peers.forget(key):
             return
+        self._without_notices.discard(key)
         self.connecting.discard(key)
         self.orders.connect = [peer for peer in self.orders.connect if key_of(peer) != key]
         self.orders.forget.append(key)
@@ -471,8 +500,13 @@ class ExchangeCore:
         self._speed_tests.on_peer_gone(key)
 
     def _reply(self, grant: KvGrant) -> None:
-        if not self._grant_ways.send(grant):
-            self._replies.grants.append(grant)
+        over_bus = self._grant_ways.send(grant)
+        if over_bus is not None:
+            self._replies.grants.append(over_bus)
+        for noticed in self._grant_ways.take_notices():
+            packed = _encode(noticed)
+            if (peer := self._peers.newest(noticed.reader_id)) is not None and len(packed) <= NOTICE_BYTES_MAX:
+                self.orders.notices.append(Notice(peer, packed))
 
     def _reply_connected(self, key: PeerKey, seconds: float, failure: str) -> None:
         connected = PeerConnected(worker_id=WorkerId(key[0]), epoch=Epoch(key[1]), seconds=seconds, failure=failure)

@@ -111,6 +111,14 @@ class TransferAgent(Protocol):
         stopped yet, call again.
         """
 
+    def notify(self, name: str, message: bytes) -> None:
+        """Send a message to the peer's agent, without a word on whether it arrives. Does not block. Raises
+        TransferFailed.
+        """
+
+    def notices(self) -> list[bytes]:
+        """Messages that have come since the last call, from anybody. Raises TransferFailed."""
+
     def close(self) -> None:
         """Disconnect from all peers and end the agent."""
 

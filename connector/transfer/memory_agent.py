@@ -47,6 +47,8 @@ class Behaviour:
     in_steps: bool = False
     """Each check of the state copies a few spans, instead of ``read`` copying all."""
     reads: list[Copying] = field(default_factory=list)
+    loses_notices: bool = False
+    """What the agent sends does not arrive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,7 @@ class MemoryAgent:
         self._network = network
         self._regions: list[Region] = []
         self._known: set[str] = set()
+        self._notices: list[bytes] = []
         network.agents[name] = self
 
     def register(self, regions: Sequence[Region]) -> None:
@@ -110,6 +113,21 @@ class MemoryAgent:
 
     def release(self, handle: Any) -> bool:
         return not self._stalls(handle) or handle.peer not in self._known
+
+    def notify(self, name: str, message: bytes) -> None:
+        peer = self._network.agents.get(name)
+        if peer is None or name not in self._known:
+            raise TransferFailed(f"notifying: {name} is not connected")
+        if not self.behaviour.loses_notices:
+            peer.noticed(message)
+
+    def noticed(self, message: bytes) -> None:
+        """Another agent has sent this."""
+        self._notices.append(message)
+
+    def notices(self) -> list[bytes]:
+        notices, self._notices = self._notices, []
+        return notices
 
     def close(self) -> None:
         self._network.agents.pop(self.name, None)

@@ -378,6 +378,19 @@ class NixlAgent:
         handle.connection.transfers.discard(handle)
         return True
 
+    def notify(self, name: str, message: bytes) -> None:
+        connection = self._connections.get(name)
+        if connection is None:
+            raise TransferFailed(f"notifying: {name} is not connected")
+        with failing("notifying"):
+            first = connection.first
+            first.agent.send_notif(first.name, message)  # With a backend it raises TypeError.
+            first.agent.get_new_notifs()  # It has no progress thread: this sends what has to wait.
+
+    def notices(self) -> list[bytes]:
+        with failing("looking for notifications"):
+            return [bytes(message) for messages in self._agent.get_new_notifs().values() for message in messages]
+
     def close(self) -> None:
         """Disconnect from all peers and destroy the agent."""
         for name in list(self._connections):

@@ -27,6 +27,8 @@ OPEN_S_MAX = 30.0
 CONNECT_S_MAX = 5.0
 """Time limit for the first read over an opened connection."""
 PROBE_BYTES = 8
+FIRST = 0
+"""The rank of a peer that looks for notices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +150,18 @@ class Connections:
             self.connected.append(Connected(key, took_s))
         elif self._clock() - connection.opened_s > CONNECT_S_MAX:
             raise TransferFailed(f"no byte could be read within {CONNECT_S_MAX} s")
+
+    def notify(self, key: PeerKey, message: bytes) -> None:
+        """Send a message to the peer's first rank, if this rank is connected to it."""
+        connection = self._connections.get(key)
+        name = connection.names.get(FIRST) if connection is not None and not connection.probes else None
+        if name is None:
+            return
+        try:
+            with failing("notifying"):
+                self._agent.notify(name, message)
+        except TransferFailed as failed:  # The bus brings it, too. What is broken shows at the next read.
+            log.info("no notice to %s", key[0], exc_info=failed)
 
     def lose(self, key: PeerKey, failure: str) -> None:
         """Report a connection as failed and drop it. Unknown peers are ignored."""

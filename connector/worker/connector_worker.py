@@ -29,6 +29,7 @@ from connector.layout.tensors import PROTOCOL_VERSION
 from connector.messages import Orders, Results, read_settings
 from connector.transfer.agent import Region, TransferAgent, set_ucx_defaults
 from connector.worker.connections import PROBE_BYTES, Own
+from connector.worker.notices import Notices
 from connector.worker.transfer_thread import Copier, TransferThread
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import KvHandshake, KvRank
@@ -92,8 +93,10 @@ class ConnectorWorker:
         )
         own = Own(ReaderRank(self._memory, size), self._handshake(), scratch.base)
         read_memory = memory_reader(kv_caches)
+        is_first = not (stage or rank)
+        notices = Notices(agent, self._settings.grant_socket, time.monotonic) if is_first else None
         self._thread = TransferThread(
-            lambda: Copier(agent, own, self._now, read_memory=read_memory), self._settings.copy_cores
+            lambda: Copier(agent, own, self._now, read_memory, notices), self._settings.copy_cores
         )
 
     def _handshake(self) -> KvHandshake:

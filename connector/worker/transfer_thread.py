@@ -25,6 +25,7 @@ from connector.transfer.agent import TransferAgent, TransferFailed, TransferStat
 from connector.transfer.threads import allow_cores
 from connector.worker.connections import Connection, Connections, Own
 from connector.worker.digests import ReadMemory, digested, read_cpu_memory
+from connector.worker.notices import LOOK_S, Notices
 
 READ_S_MAX = 10.0
 """Maximum duration of a part, which normally takes milliseconds."""
@@ -53,14 +54,20 @@ class Copier:
     """Carries out orders. Call ``advance`` until ``busy`` is false."""
 
     def __init__(
-        self, agent: TransferAgent, own: Own, clock: Callable[[], float], read_memory: ReadMemory = read_cpu_memory
+        self,
+        agent: TransferAgent,
+        own: Own,
+        clock: Callable[[], float],
+        read_memory: ReadMemory = read_cpu_memory,
+        notices: Notices | None = None,
     ) -> None:
-        """``read_memory``: reads the engine's own KV memory."""
+        """``read_memory``: reads the engine's own KV memory. ``notices``: only the engine's first rank has them."""
         self._agent = agent
         self._own = own
         self._block_bytes = [block_bytes_of(own.memory, group) for group in range(len(own.handshake.groups))]
         self._clock = clock
         self._read_memory = read_memory
+        self._notices = notices
         self._connections = Connections(agent, own, clock)
         self._waiting: dict[PeerKey, deque[_Part]] = {}
         self._running: list[_Part] = []
@@ -76,8 +83,18 @@ class Copier:
         """Whether anything waits or is under way."""
         return bool(self._waiting or self._running or self._connections.busy)
 
+    @property
+    def look_s(self) -> float | None:
+        """Pause between two looks for notices; None: it need not look."""
+        return LOOK_S if self._notices is not None and self._notices.is_listening else None
+
     def submit(self, orders: Orders) -> None:
         """Accept orders. A peer may be forgotten, connected again and read in the same step."""
+        if self._notices is not None:
+            for notice in orders.notices:
+                self._connections.notify(notice.peer, notice.packed)
+            if orders.listens is not None:
+                self._notices.listen(wanted=orders.listens)
         for key in orders.forget:
             self._give_up([part for part in self._parts() if part.read.peer == key], "the peer is gone")
             self._connections.forget(key)
@@ -92,6 +109,8 @@ class Copier:
     def advance(self) -> bool:
         """Check everything under way and begin what the limits allow. Returns whether anything began or ended."""
         before = len(self._ended_parts)
+        if self._notices is not None:
+            self._notices.look()
         self._connections.check()
         self._running = [part for part in self._running if not self._has_ended(part)]
         begun = [self._begin_one(key) for key in list(self._waiting)]
@@ -107,6 +126,8 @@ class Copier:
     def close(self) -> None:
         """Disconnect from all peers and close the agent."""
         self._connections.close()
+        if self._notices is not None:
+            self._notices.close()
         self._agent.close()
 
     def _enqueue(self, read: Read) -> None:
@@ -296,7 +317,7 @@ class TransferThread:
     def _run_once(self, copier: Copier) -> None:
         with self._wake:
             if not copier.busy:
-                self._wake.wait_for(lambda: self._orders or self._closing)
+                self._wake.wait_for(lambda: self._orders or self._closing, copier.look_s)
             orders = list(self._orders)
             self._orders.clear()
             if orders:

@@ -179,6 +179,8 @@ class LeaseKv(Message, frozen=True, kw_only=True):
     """Prefill leg that computes the blocks, with ``follow_s``. Its end ends the wait. Empty: unknown."""
     reply_to: str = ""
     """Path of a socket at which the reader's engine receives the grants of an engine on the same machine."""
+    listens: bool = False
+    """The reader's engine looks for grants among NIXL's notifications, too."""
     end: int = 0
     """Tokens beyond which nothing is granted. Hashes beyond them name what an engine with a drafter must hold, too, to
     find the blocks before. 0: all that the hashes name.
@@ -212,6 +214,10 @@ class KvGrant(Message, frozen=True, kw_only=True):
     """The holder's clock when it granted."""
     final: bool = True
     """No more grants follow."""
+    number: int = -1
+    """If the grant is sent as a notification of NIXL, too: the number of those of this lease that were before it. The
+    reader takes the first copy that comes after the one before. -1: it is sent once.
+    """
     reason: NoGrant | None = None
     """Set when fewer blocks than requested were granted in total."""
     prefill_cached_tokens: int = 0

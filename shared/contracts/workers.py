@@ -176,6 +176,9 @@ ADDRESSES_MAX = 16
 KV_SPEED_MAX = 10**15
 """Bytes per second. A greater speed is none."""
 
+GRANT_S_MAX = 60.0
+"""No grant takes longer: a request that is not answered ends before."""
+
 
 class KvMemory(StrEnum):
     """The memory that KV is read from and into."""
@@ -198,6 +201,27 @@ class KvReadSpeed(Message, frozen=True, kw_only=True):
     """What moved the bytes: NIXL's plug-in and, for UCX between host memories, the transport that a process on the
     reader's host chose. Empty: unknown.
     """
+    notice_s: float = 0.0
+    """Seconds from a request for blocks to its grant, the best of a few, if the grant comes as a notification of NIXL;
+    0.0: not known, as between engines of one machine, which need neither way.
+    """
+    bus_s: float = 0.0
+    """Seconds from a request for blocks to its grant, the best of a few, if the grant comes over the bus."""
+
+    @property
+    def is_possible(self) -> bool:
+        times = 0 <= self.notice_s <= GRANT_S_MAX and 0 <= self.bus_s <= GRANT_S_MAX
+        return times and 0 <= self.bytes_per_s <= KV_SPEED_MAX
+
+
+NOTICE_GAIN_S_MIN = 0.000_5
+"""What looking for notifications of NIXL costs, a few percent of a core while a request waits, is worth that much
+sooner a grant."""
+
+
+def looks_for_notices(notice_s: float, bus_s: float) -> bool:
+    """Whether a reader looks for grants among NIXL's notifications, where they take so long on both ways."""
+    return bus_s - notice_s >= NOTICE_GAIN_S_MIN
 
 
 class WorkerRecord(Message, frozen=True, kw_only=True):
@@ -261,7 +285,7 @@ class WorkerRecord(Message, frozen=True, kw_only=True):
 
     def reads_from(self, registered: Collection[WorkerId]) -> list[KvReadSpeed]:
         """``kv_reads`` from these workers, one for each, whatever a faulty worker wrote."""
-        possible = {one.source_id: one for one in self.kv_reads if 0 <= one.bytes_per_s <= KV_SPEED_MAX}
+        possible = {one.source_id: one for one in self.kv_reads if one.is_possible}
         return [one for source, one in possible.items() if source in registered][:KV_SPEEDS_MAX]
 
 

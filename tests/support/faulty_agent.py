@@ -42,5 +42,11 @@ class FaultyAgent:
     def release(self, handle: Any) -> bool:
         return self.inner.release(handle)
 
+    def notify(self, name: str, message: bytes) -> None:
+        self.inner.notify(name, message)
+
+    def notices(self) -> list[bytes]:
+        return self.inner.notices()
+
     def close(self) -> None:
         self.inner.close()

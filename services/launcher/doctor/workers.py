@@ -22,7 +22,16 @@ from services.launcher.system.devices import A_CORE_FOR_EACH, RANKS_ARE_BUSY
 from shared.contracts.control import RouterHealth, ServicePhase
 from shared.contracts.load import ENGINE_SILENT_S_MAX, LOOP_LATE_S_MAX, LoadReport
 from shared.contracts.message import WIRE_VERSION
-from shared.contracts.workers import WITHOUT_ENGINE, FleetWorker, KvMemory, KvReadSpeed, Role, WorkerPhase, WorkerRecord
+from shared.contracts.workers import (
+    WITHOUT_ENGINE,
+    FleetWorker,
+    KvMemory,
+    KvReadSpeed,
+    Role,
+    WorkerPhase,
+    WorkerRecord,
+    looks_for_notices,
+)
 from shared.text.fleet_text import many
 from shared.text.formats import bytes_per_second, counted, duration
 
@@ -77,6 +86,7 @@ def about_workers(facts: SystemFacts) -> Iterator[Finding]:
                 yield _finding(Level.NOTE, f"{record.worker_id} is {record.phase.value}.", record.note)
     yield from _models(facts.records)
     yield from about_kv_reads(facts.records)
+    yield from about_grants(facts.records)
     yield from about_listening(facts.records)
     for heard in facts.loads:
         yield from _load(heard)
@@ -446,6 +456,25 @@ def about_kv_reads(records: list[WorkerRecord]) -> Iterator[Finding]:
     ]
     if fast and len(fast) == len(pairs):
         yield _finding(Level.OK, f"KV self-tests read {named(names)}")
+
+
+def about_grants(records: list[WorkerRecord]) -> Iterator[Finding]:
+    """Which way grants take between machines, and how long on both: a worker chooses by what its self-test measures."""
+    registered = {record.worker_id for record in records}
+    noticed, told = [], []
+    for record in sorted(records, key=lambda it: it.worker_id):
+        for read in sorted(record.reads_from(registered), key=lambda it: it.source_id):
+            if read.notice_s and read.bus_s:
+                pair = f"{record.worker_id} from {read.source_id} in"
+                notice, bus = duration(read.notice_s), duration(read.bus_s)
+                if looks_for_notices(read.notice_s, read.bus_s):
+                    noticed.append(f"{pair} {notice} (over the bus {bus})")
+                else:
+                    told.append(f"{pair} {bus} (as notifications {notice})")
+    if noticed:
+        yield _finding(Level.OK, f"grants of KV come first as NIXL notifications: {named(noticed)}")
+    if told:
+        yield _finding(Level.OK, f"grants of KV take the bus alone: {named(told)}")
 
 
 def _slow(record: WorkerRecord, read: KvReadSpeed) -> Finding:

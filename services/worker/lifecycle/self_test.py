@@ -608,6 +608,12 @@ class ReadSpeeds:
 
 def updated(listed: list[KvReadSpeed], source: WorkerId, measured: ReadMeasured, way: str) -> list[KvReadSpeed]:
     """With the new speed, oldest first; at most KV_SPEEDS_MAX."""
-    speed = min(KV_SPEED_MAX, int(measured.bytes_per_s))
-    new = KvReadSpeed(source_id=source, bytes_per_s=speed, memory=measured.memory, way=way)
+    new = KvReadSpeed(
+        source_id=source,
+        bytes_per_s=min(KV_SPEED_MAX, int(measured.bytes_per_s)),
+        memory=measured.memory,
+        way=way,
+        notice_s=measured.notice_s,
+        bus_s=measured.bus_s,
+    )
     return [*(one for one in listed if one.source_id != source), new][-KV_SPEEDS_MAX:]

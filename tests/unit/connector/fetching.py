@@ -6,7 +6,7 @@ from itertools import count
 
 from connector.groups import Blocks, full_attention
 from connector.messages import ReadPart
-from connector.reader.fetch import Fetch, FetchLimits, FetchPlan, Outbox
+from connector.reader.fetch import Fetch, FetchLimits, FetchPlan, Outbox, Shortcuts
 from connector.reader.lease_request import Source
 from shared.contracts.kv_exchange import KvGrant
 from tests.support.kv_messages import one_group
@@ -33,7 +33,7 @@ class Bench:
         self.ahead = {A: 0.0, B: 0.0}
         self._numbers = count(1)
 
-    def fetch(self, *, start=0, goal=BLOCKS, sources=(), take=None):
+    def fetch(self, *, start=0, goal=BLOCKS, sources=(), take=None, listens=False):
         plan = FetchPlan(
             reader=ME,
             groups=full_attention(BLOCK_TOKENS),
@@ -46,6 +46,7 @@ class Bench:
             limits=FetchLimits(),
             outbox=self.outbox,
             clock_ahead=self.ahead.get,
+            shortcuts=Shortcuts(listens=lambda _peer: listens),
             next_number=lambda: next(self._numbers),
         )
         return Fetch(plan, self.now)

@@ -12,9 +12,11 @@ import pytest
 from connector.groups import full_attention
 from connector.holder.holder import HolderSettings
 from connector.layout.routes import PART_BYTES
-from connector.messages import Connected, EngineCall, Orders, Peer, PeerGone
+from connector.messages import Connected, EngineCall, MeasureRead, Orders, Peer, PeerGone
 from connector.reader.fetch import FetchLimits, Outbox
-from connector.scheduler.exchange_core import ExchangeCore, GrantWays, PendingReplies
+from connector.reader.grant_test import ASKS_MAX, NOTICE_S_MAX, PAIRS, TEST_S_MAX
+from connector.scheduler.exchange_core import ExchangeCore, PendingReplies
+from connector.scheduler.grant_ways import GrantWays
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import KvGrant, KvHandshake
 from tests.support.kv_engines import RankMemory, Shape, handshake
@@ -99,7 +101,7 @@ def test_reads_are_cut_by_the_blocks_of_the_largest_rank(engine):
 
 
 WORK = [
-    *(f"orders.{one.name}" for one in fields(Orders)),
+    *(f"orders.{one.name}" for one in fields(Orders) if one.name != "listens"),
     *(f"reader.outbox.{one.name}" for one in fields(Outbox) if one.name != "part_blocks"),  # a measure, no work
     # These two are sent with the next message.
     *(f"_replies.{one.name}" for one in fields(PendingReplies) if one.name not in {"answered", "lost_blocks"}),
@@ -211,11 +213,11 @@ def test_a_reader_without_a_socket_gets_its_grants_over_the_bus(holder):
 
 def test_a_released_lease_is_forgotten(holder):
     holder.ask(chain(1), **ASKED)
-    assert len(holder.ways._paths) == 1
+    assert len(holder.ways._ways) == 1
 
     holder.exchange.handle(EngineCall(releases=[release("ask-1")]))
 
-    assert not holder.ways._paths
+    assert not holder.ways._ways
 
 
 def test_the_worker_learns_which_asks_were_answered_past_the_bus(engine):
@@ -226,4 +228,158 @@ def test_the_worker_learns_which_asks_were_answered_past_the_bus(engine):
     engine.exchange.on_direct_grant(msgspec.structs.replace(grant, final=True))
 
     assert engine.exchange.notifications().answered == ["ask"]
+    assert engine.exchange.notifications().answered == []
+
+
+def test_a_grant_to_another_machine_goes_as_a_notice_too(holder):
+    hashes = chain(2)
+    holder.holding.hold(hashes)
+    holder.exchange.describe(described(str(ME["worker_id"])))
+    reader = lease_request(hashes).reader_id
+    holder.exchange.handle(EngineCall(peers=[Peer(handshake=described(reader), clock_ahead_s=0.0)]))
+    holder.ask(hashes, listens=True)
+
+    (notice,) = holder.exchange.orders.notices
+    assert notice.peer == (reader, 1)
+    assert [msgspec.msgpack.decode(notice.packed, type=KvGrant)] == holder.on_the_bus()
+
+
+def test_a_reader_that_is_not_connected_gets_no_notice(holder):
+    holder.holding.hold(chain(2))
+    holder.ask(chain(2), listens=True)
+
+    assert holder.exchange.orders.notices == []
+    assert len(holder.on_the_bus()) == 1
+
+
+class ListeningEngine(Engine):
+    """An engine with a socket, connected to ``HOLDER``, that measures how long its grants take."""
+
+    def __init__(self):
+        super().__init__()
+        ways = GrantWays(reply_to="/run/kv-grants-me")
+        holding = HolderSettings(worker_id=WorkerId("me"), epoch=Epoch(1))
+        limits = FetchLimits()
+        self.exchange = ExchangeCore(holding, full_attention(Shape().block_size), limits, lambda: self.now, ways)
+        self.exchange.describe(described("me"))
+        self.exchange.bind(SimpleNamespace(blocks=[]), SimpleNamespace(allocate=lambda _count: []))
+        self.add_peer(described())
+
+    def begin(self):
+        order = MeasureRead(measure_id="m", worker_id=WorkerId("holder"), epoch=Epoch(1))
+        self.exchange.handle(EngineCall(measures=[order]))
+
+    def measure(self, *, notice_s=None, bus_s):
+        """How long the holder's refusals take on both ways; returns the times that the worker is told."""
+        self.begin()
+        told = self.exchange.notifications()
+        while told.leases:
+            ((refusal, asked_at),) = [(refusal_of(ask), self.now) for ask in told.leases]
+            ways = {bus_s: lambda one: self.exchange.handle(EngineCall(grants=[one]))}
+            if notice_s is not None:
+                ways[notice_s] = self.exchange.on_direct_grant
+            for took_s in sorted(ways):
+                self.now = asked_at + took_s
+                ways[took_s](refusal)
+            if notice_s is None:
+                self.now += 2 * NOTICE_S_MAX
+                self.exchange.on_time()
+            told = self.exchange.notifications()
+        (measured,) = told.measured
+        return round(measured.notice_s, 6), round(measured.bus_s, 6)
+
+    @property
+    def listens_to_holder(self):
+        return self.exchange._may_listen(HOLDER)
+
+
+def refusal_of(ask, **fields):
+    return KvGrant(**{"reader_id": "me", "worker_id": "holder", "epoch": 1, "ask_id": ask.ask_id, "number": 0} | fields)
+
+
+@pytest.fixture
+def listening():
+    return ListeningEngine()
+
+
+@pytest.mark.parametrize(
+    ("notice_s", "bus_s", "chosen"), [(0.002, 0.004, True), (0.0039, 0.004, False), (0.005, 0.004, False)]
+)
+def test_notices_are_looked_for_where_they_come_before_the_bus(listening, notice_s, bus_s, chosen):
+    assert listening.measure(notice_s=notice_s, bus_s=bus_s) == (notice_s, bus_s)
+    assert listening.listens_to_holder is chosen
+    listening.measure(notice_s=0.001, bus_s=0.004)
+    assert listening.listens_to_holder  # The network has changed.
+
+
+def test_where_no_notice_came_nothing_is_chosen(listening):
+    """The holder may not be connected yet."""
+    assert listening.measure(bus_s=0.004) == (0.0, 0.004)
+    assert listening.listens_to_holder
+
+
+def test_late_notices_while_engines_connect_choose_nothing(listening):
+    """The holder sends none before it is connected."""
+    listening.begin()
+    for number in range(ASKS_MAX):
+        (ask,) = listening.exchange.notifications().leases
+        asked_at = listening.now
+        listening.now = asked_at + 0.004
+        listening.exchange.handle(EngineCall(grants=[refusal_of(ask)]))
+        if number < PAIRS - 1:
+            listening.now = asked_at + 0.005
+            listening.exchange.on_direct_grant(refusal_of(ask))
+        listening.now += 2 * NOTICE_S_MAX
+        listening.exchange.on_time()
+
+    (measured,) = listening.exchange.notifications().measured
+    assert (measured.notice_s, round(measured.bus_s, 6)) == (0.0, 0.004)
+    assert listening.listens_to_holder
+
+
+def test_a_holder_on_this_machine_needs_no_notices(listening):
+    listening.begin()
+    (ask,) = listening.exchange.notifications().leases
+    assert ask.listens
+    listening.exchange.on_direct_grant(refusal_of(ask, number=-1))
+
+    (measured,) = listening.exchange.notifications().measured
+    assert (measured.notice_s, measured.bus_s) == (0.0, 0.0)
+    assert not listening.listens_to_holder
+
+
+def test_a_holder_that_answers_no_request_ends_the_measurement(listening):
+    listening.begin()
+    listening.now += TEST_S_MAX
+    listening.exchange.on_time()
+
+    assert [one.measure_id for one in listening.exchange.notifications().measured] == ["m"]
+    assert not listening.exchange.works_without_request
+
+
+def test_the_engine_looks_for_notices_while_it_waits_for_grants(listening):
+    def ordered():
+        listening.exchange.listen()
+        said, listening.exchange.orders.listens = listening.exchange.orders.listens, None
+        return said
+
+    assert ordered() is None
+    listening.begin()
+    assert [ordered(), ordered()] == [True, None]
+    assert not listening.exchange.is_idle
+    listening.now += TEST_S_MAX
+    listening.exchange.on_time()
+    assert [ordered(), ordered()] == [False, None]
+
+
+def test_an_engine_without_a_socket_does_not_listen(engine):
+    engine.add_peer(described())
+
+    assert not engine.exchange._may_listen(HOLDER)
+
+
+def test_a_notice_ends_no_request_of_the_worker(engine):
+    """The bus brings the same grant, and the worker must take it for this request's."""
+    engine.exchange.on_direct_grant(KvGrant(reader_id="me", worker_id="holder", epoch=1, ask_id="ask", number=0))
+
     assert engine.exchange.notifications().answered == []

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from connector.groups import Blocks, GroupPlan
 from connector.messages import ReadPart
-from connector.reader.fetch import ANOTHER_END, MISMATCH, NOT_BEYOND, Fetch, FetchLimits, FetchPlan, Outbox
+from connector.reader.fetch import ANOTHER_END, MISMATCH, NOT_BEYOND, Fetch, FetchLimits, FetchPlan, Outbox, Shortcuts
 from connector.reader.lease_request import Source
 from shared.contracts.kv_exchange import GroupBlocks, KvGrant, KvGroup, KvGroupKind, KvOffer, NoGrant, pack_block_ids
 from tests.unit.connector.fetching import ME, A, B
@@ -76,6 +76,7 @@ class Bench:
             limits=FetchLimits(),
             outbox=self.outbox,
             clock_ahead=lambda _peer: 0.0,
+            shortcuts=Shortcuts(),
             next_number=lambda: next(self._numbers),
         )
         return Fetch(plan, self.now)

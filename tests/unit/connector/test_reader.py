@@ -12,7 +12,16 @@ from connector.messages import Peer, ReadPart
 from connector.reader.fetch import FetchLimits
 from connector.reader.peers import Peers
 from connector.reader.reader import Reader, Settled
-from shared.contracts.kv_exchange import KvGrant, KvGroup, KvGroupKind, KvHandshake, KvOffer, KvSource, LegOrder
+from shared.contracts.kv_exchange import (
+    FirstToken,
+    KvGrant,
+    KvGroup,
+    KvGroupKind,
+    KvHandshake,
+    KvOffer,
+    KvSource,
+    LegOrder,
+)
 from tests.support.kv_messages import one_group
 
 HASHES = [bytes([at]) * 32 for at in range(8)]
@@ -313,3 +322,17 @@ def test_nothing_of_ended_requests_is_kept(bench):
 
     assert not bench.reader._by_goal
     assert bench.reader.idle
+
+
+def test_the_second_copy_of_a_last_grant_begins_no_second_answer(bench):
+    """It comes over the bus, after a notice has brought the first one."""
+    request = Request(tokens=96)
+    follows = LegOrder(sources=[KvSource(worker_id="p", epoch=1, follow=True, leg_id="leg")])
+    assert bench.reader.matched(request, follows, 0) == 96
+    bench.reader.allocated(request, [[1, 2, 3]], 96)
+    first_token = FirstToken(token_id=5, basis=bytes(16))
+
+    bench.grant([4, 5, 6], number=0, first_token=first_token)
+    assert bench.reader.take_first_tokens() == {"r": first_token}
+    bench.grant([4, 5, 6], number=0, first_token=first_token)
+    assert bench.reader.take_first_tokens() == {}

@@ -364,6 +364,25 @@ def test_lost_workers_are_named_when_none_is_left():
     assert told == ["No worker is registered.", "w9 was lost 5.00 s ago."]
 
 
+@pytest.mark.parametrize(
+    ("notice_s", "bus_s", "told"),
+    [
+        (0.0016, 0.0042, ["grants of KV come first as NIXL notifications: d1 from p1 in 1.6 ms (over the bus 4.2 ms)"]),
+        (0.0016, 0.0018, ["grants of KV take the bus alone: d1 from p1 in 1.8 ms (as notifications 1.6 ms)"]),
+        (0.0, 0.0018, []),
+        (0.0, 0.0, []),
+    ],
+)
+def test_the_way_of_grants_is_told_with_both_times(notice_s, bus_s, told):
+    read = KvReadSpeed(
+        source_id=WorkerId("p1"), bytes_per_s=10**10, memory=KvMemory.CPU, notice_s=notice_s, bus_s=bus_s
+    )
+
+    findings = found(installation(), system(**changed_record(kv_reads=[read])))
+
+    assert [one.what for one in findings if one.what.startswith("grants of KV")] == told
+
+
 @pytest.mark.parametrize(("speed", "memory"), [(42e9, "cuda"), (1.5e9, "cpu")])
 def test_the_speed_of_kv_reads_is_told(speed, memory):
     there = system(**reading(speed, memory))

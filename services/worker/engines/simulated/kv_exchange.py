@@ -109,6 +109,14 @@ class TcpAgent:
         del handle
         return True
 
+    def notify(self, name: str, message: bytes) -> None:
+        """Raises TransferFailed: simulated engines get grants over the bus alone."""
+        del name, message
+        raise TransferFailed("notifying: not over TCP")
+
+    def notices(self) -> list[bytes]:
+        return []
+
     def close(self) -> None:
         for one in (self._listening, *list(self._readers)):
             with contextlib.suppress(OSError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from math import inf, nan
 
 import msgspec
 
@@ -61,6 +62,14 @@ async def test_the_newest_speed_of_each_source_is_published():
     assert [one.way for one in engine.registration.record.kv_reads] == ["UCX to p2", "UCX to p1"]
 
 
+async def test_the_times_of_grants_are_published():
+    engine = Engine(msgspec.structs.replace(measured(), notice_s=0.002, bus_s=0.004))
+    await ReadSpeeds(engine.measure, engine.registration, engine.way_from).measure(WorkerId("p1"), Epoch(1))
+
+    (one,) = engine.registration.record.kv_reads
+    assert (one.notice_s, one.bus_s) == (0.002, 0.004)
+
+
 async def test_a_failed_measurement_changes_nothing():
     engine = Engine(measured())
     speeds = ReadSpeeds(engine.measure, engine.registration, engine.way_from)
@@ -94,6 +103,8 @@ def test_measurements_wait_for_one_another_but_not_for_ever():
 def test_impossible_speeds_of_a_record_are_ignored():
     possible = KvReadSpeed(source_id=WorkerId("p1"), bytes_per_s=7, memory=KvMemory.CPU)
     impossible = [msgspec.structs.replace(possible, bytes_per_s=speed) for speed in (-1, KV_SPEED_MAX + 1)]
+    impossible += [msgspec.structs.replace(possible, notice_s=seconds) for seconds in (-1.0, nan, inf)]
+    impossible += [msgspec.structs.replace(possible, bus_s=seconds) for seconds in (-1.0, nan, inf)]
     unknown = msgspec.structs.replace(possible, source_id=WorkerId("nobody"))
     told = msgspec.structs.replace(record("w1"), kv_reads=[possible, possible, *impossible, unknown])
 
