@@ -36,6 +36,7 @@ PREFETCHED_SHARE_MAX = 0.25
 WAITING_MAX = 64
 """Orders that wait for fetches of others."""
 DEADLINE = "the deadline passed"
+BY_A_REQUEST = "a request reads it already"
 NO_MORE = "memory or sources had no more blocks"
 
 
@@ -154,7 +155,7 @@ class Prefetcher:
         if hashes and order.fetch.sources and self._joins(Waiting(order, hashes, now + seconds)):
             return
         held, groups, goal = self._allocator.hold(hashes), self._reader.groups, self._goal(hashes)
-        if held.boundary * groups.unit >= goal or (refusal := self._refusal(len(held.blocks))):
+        if held.boundary * groups.unit >= goal or (refusal := self._refusal(order, hashes, len(held.blocks))):
             self._allocator.free(held.blocks)
             failure = "" if held.boundary * groups.unit >= goal else refusal
             self._answer(order, FetchedKv(held=held.boundary, failure=failure))
@@ -280,8 +281,10 @@ class Prefetcher:
         most = int(self._allocator.blocks * PREFETCHED_SHARE_MAX)
         return max(0, min(self._room(), most - self._prefetched.unused - coming))
 
-    def _refusal(self, held: int) -> str:
+    def _refusal(self, order: StartFetch, hashes: Sequence[bytes], held: int) -> str:
         """Why no further fetch with so many cached blocks may begin; empty: it may."""
+        if order.is_prefetch and self._reader.is_fetching(hashes):
+            return BY_A_REQUEST
         if len(self.under_way) >= FETCHES_MAX:
             return "too many fetches at a time: try again later"
         return "fetches pin too many blocks: try again later" if held > self._room() else ""

@@ -472,6 +472,14 @@ class Reader:
             next_number=lambda: next(self.numbers),
         )
 
+    def is_fetching(self, hashes: Sequence[bytes]) -> bool:
+        """Whether a request fetches of a prompt with these hashes, or of one that begins or continues like it."""
+        for fetch in self._by_goal.values():
+            common = min(len(hashes), len(fetch.plan.hashes))
+            if common and not fetch.stopped and fetch.plan.hashes[common - 1] == hashes[common - 1]:
+                return True
+        return False
+
     def sources(self, named: Sequence[KvSource], tokens: int, *, may_follow: bool = False) -> list[Source]:
         """The sources of a prompt of so many tokens."""
         size = self.groups.stride

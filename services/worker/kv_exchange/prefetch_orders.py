@@ -18,12 +18,20 @@ from shared.bus.port import AskRefused, Bus, Envelope
 from shared.contracts.channels import KV_PREFETCH
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.inference import PREFETCH_S_MAX, PrefetchedKv, PrefetchKv
-from shared.contracts.kv_exchange import LEASE_BLOCKS_MAX, PROMPT_TOKENS_MAX, FetchedKv, FetchKv, pack_full_hashes
+from shared.contracts.kv_exchange import (
+    LEASE_BLOCKS_MAX,
+    PROMPT_TOKENS_MAX,
+    FetchedKv,
+    FetchKv,
+    NoGrant,
+    pack_full_hashes,
+)
 from shared.runtime.clock import Clock
 
 AT_ONCE_MAX = 4
 """Prefetches at a time."""
 SOURCES_MAX = 64
+NO_MORE = "no source has more of it"
 NOTICE_S = 5.0
 """How often the engine looks what came of prefetched blocks."""
 RETRY_S_MAX = 60.0
@@ -97,7 +105,7 @@ class PrefetchHandler:
             fetched_tokens=fetched.fetched * unit,
             bytes=fetched.bytes,
             seconds=fetched.seconds,
-            failure=fetched.failure,
+            failure=failure_of(fetched, expected=fetched.fetched * unit >= order.tokens > 0),
         )
 
     def _refusal(self, order: PrefetchKv) -> Failure | None:
@@ -125,3 +133,10 @@ class PrefetchHandler:
                 retry_after_s=min(RETRY_S_MAX, math.ceil(wait_s) if wait_s < math.inf else RETRY_S_MAX),
             )
         return None
+
+
+def failure_of(fetched: FetchedKv, *, expected: bool) -> str:
+    """Why no more was read; empty if as much was as the router expected. The end of a next turn is new to all."""
+    if expected:
+        return ""
+    return NO_MORE if fetched.failure == NoGrant.NOT_HELD else fetched.failure

@@ -26,6 +26,8 @@ TOKENS = 4000
 FULL = TOKENS // BLOCK
 ENGINE_BYTES = 24 << 20
 """KV of 12,000 tokens: three conversations."""
+ROOMY_BYTES = 36 << 20
+"""Of these, a quarter may be prefetched: more than one conversation."""
 STORE_BYTES = 40 << 20
 FILLERS = 4
 
@@ -108,11 +110,21 @@ async def test_evicted_conversations_come_back_from_host_memory(world: MemoryWor
         assert 0 < stored_bytes(driver) <= STORE_BYTES
 
 
+async def with_store(world: MemoryWorld, driver: Driver) -> None:
+    """An engine of which a quarter holds the conversation, and a store that copies only what it is told to."""
+    settings = {**SETTINGS[ENGINE], "kv_cache_bytes": str(ROOMY_BYTES), "kv_copy_uses_min": "0"}
+    world.start(ENGINE, **settings)
+    await world.add(driver, STORE)
+
+
 async def leave_to_store(world: MemoryWorld, driver: Driver, prompt: list[int]) -> None:
     """Have the store copy what the engine has of the prompt, and the engine evict it."""
     held = await driver.fetch(STORE, prompt, driver.source(ENGINE))
     assert held.held + held.fetched == FULL, held
-    await world.evict(driver, prompt, stored=False)
+    for _ in range(FILLERS + 1):
+        world.fillers += 1
+        await driver.leg(ENGINE, LegKind.AGGREGATED, random_prompt(f"filler {world.fillers}", TOKENS))
+    assert (await driver.fetch(ENGINE, prompt)).held == 0
     assert (await driver.fetch(STORE, prompt)).held == FULL
 
 
@@ -121,8 +133,7 @@ async def test_a_prefetched_turn_fetches_nothing_itself_and_answers_the_same(wor
     turn = [*prompt, *random_prompt("its next turn", 100)]
     computed = len(turn) - TOKENS
     async with driver_of(world) as driver:
-        await world.add(driver, ENGINE)
-        await world.add(driver, STORE)
+        await with_store(world, driver)
         expected = await driver.alone(ENGINE, turn)
         await driver.leg(ENGINE, LegKind.AGGREGATED, prompt)
         await leave_to_store(world, driver, prompt)
@@ -139,8 +150,7 @@ async def test_a_prefetched_turn_fetches_nothing_itself_and_answers_the_same(wor
 async def test_a_turn_that_comes_during_its_prefetch_reads_nothing_twice(world: MemoryWorld):
     prompt = random_prompt("joined conversation", TOKENS)
     async with driver_of(world) as driver:
-        await world.add(driver, ENGINE)
-        await world.add(driver, STORE)
+        await with_store(world, driver)
         expected = await driver.alone(ENGINE, prompt)
         await driver.leg(ENGINE, LegKind.AGGREGATED, prompt)
         await leave_to_store(world, driver, prompt)

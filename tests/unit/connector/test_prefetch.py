@@ -358,6 +358,19 @@ def test_a_request_waits_for_the_prefetch_under_way_and_reads_nothing_twice(engi
     assert engine.ask(prompt, 10) == 0
 
 
+def test_a_prefetch_that_comes_after_its_request_reads_nothing(engine):
+    prompt = chain(10)
+    assert engine.ask([*prompt, *chain(3, "more")], 0) is None
+    engine.step()
+    assert len(engine.requests) == 1
+
+    engine.order("late", prompt, is_prefetch=True)
+    engine.order("another", chain(10, "another"), is_prefetch=True)
+
+    assert engine.results["late"].failure == "a request reads it already"
+    assert "another" not in engine.results
+
+
 def test_a_request_does_not_wait_for_a_prefetch_that_failed(engine):
     prompt = chain(10)
     engine.order("f", prompt, is_prefetch=True)

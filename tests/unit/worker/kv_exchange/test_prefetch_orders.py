@@ -78,6 +78,14 @@ async def test_the_engine_fetches_the_prompt_as_it_would_name_it_for_a_request_t
     assert (done.bytes, done.seconds, done.failure) == (4096, 0.5, "")
 
 
+@pytest.mark.parametrize(
+    ("tokens", "said"), [(64, ""), (65, "no source has more of it"), (0, "no source has more of it")]
+)
+async def test_the_new_end_of_a_next_turn_is_no_failure(tokens: int, said: str):
+    async with prefetching(PROMPT, FetchedKv(fetched=2, failure="not_held")) as (worker, _renderer):
+        assert (await ordered(worker, tokens=tokens)).failure == said
+
+
 @pytest.mark.parametrize("prompt", [EnginePrompt(refusal="400: no"), EnginePrompt(tokens=20)])
 async def test_nothing_is_fetched_of_a_prompt_without_blocks(prompt: EnginePrompt):
     async with prefetching(prompt, FetchedKv()) as (worker, _renderer):
