@@ -25,7 +25,7 @@ test: JOBS = 4
 nightly: JOBS = 3
 PYTEST = $(PYTHON) -m pytest -m "not gpu" -rs -n $(JOBS) --no-loadscope-reorder $(if $(K),-k "$(K)")
 
-.PHONY: help setup setup-dev setup-check setup-wheel test-tools llama-server up down doctor test nightly check fix test-vllm test-gpu compose-test chaos fuzz audit bench-router bench-worker bench-kv bench-placement bench-replay bench-planner bench-role-shift bench-telemetry bench-fleet bench-scale bench-seeds bench-serving gpu-proof outside catalogue wheel dist lock clean
+.PHONY: help setup setup-dev setup-check setup-wheel test-tools llama-server s3-server up down doctor test nightly check fix test-vllm test-gpu compose-test chaos fuzz audit bench-router bench-worker bench-kv bench-placement bench-replay bench-planner bench-role-shift bench-telemetry bench-fleet bench-scale bench-seeds bench-serving gpu-proof outside catalogue wheel dist lock clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  \033[1m%-14s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,6 +45,9 @@ test-tools: # A browser and Prometheus, where they can be installed
 llama-server: setup-dev ## A server that is not ours, for a nightly test of attached workers; built from source, a quarter of an hour
 	@scripts/llama_server.sh
 
+s3-server: setup-dev ## A server that speaks S3, for nightly tests of objects below a store's files
+	@scripts/s3_server.sh
+
 up: setup ## Start the whole system here; ARGS="--decode 2 --model ID_OR_PATH ..." (see .venv/bin/baton up --help)
 	@exec .venv/bin/baton up $(ARGS)
 
@@ -60,7 +63,7 @@ test: ## All tests that need no GPU; twelve minutes on two cores; K="a word in t
 
 nightly: ## What takes longer: chaos, fuzzing, browser, Prometheus, upgrades, containers, benchmarks, many more examples
 	@$(MAKE) -j 2 setup-dev test-tools $(CHOSEN)
-	@$(MAKE) llama-server
+	@$(MAKE) llama-server s3-server
 	@TEST_PROFILE=nightly $(PYTEST) --timeout 3600 tests/nightly tests/properties tests/contracts tests/scenarios $(ARGS)
 
 check: setup-check ## Format, lint, types, layers, generated files and all quick tests that need no process; two minutes on two cores
@@ -157,7 +160,7 @@ lock: ## Resolve requirements/*.in into the locked requirements (needs uv)
 	@scripts/lock.sh
 
 clean: ## Remove .venv and everything the tools left here
-	@rm -rf .venv .venv-llama .peers .baton .outside build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@rm -rf .venv .venv-llama .venv-s3 .peers .baton .outside build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	@find shared services -name "*.so" -delete
 	@rm -f shared/compiled.sha256
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -18,7 +18,8 @@ from connector.groups import Blocks
 from replay.offers import Offers, full_hash
 from services.worker.engines.simulated.core.block_cache import BlockCache
 from services.worker.engines.simulated.core.groups import group_plan
-from services.worker.engines.store.tiers import FileTier, Tiers
+from services.worker.engines.store.slots import FileTier
+from services.worker.engines.store.tiers import Tiers
 from services.worker.kv_exchange.prefix_copy import ROUND_S, StoreCopies, Waits
 from services.worker.settings import Settings
 from shared.contracts.ids import WorkerId

@@ -52,7 +52,7 @@ PURE = {
     "services.worker.engines": "store",
     "services.worker.engines.attached": "bodies",
     "services.worker.engines.simulated.core": "*",
-    "services.worker.engines.store": "kv_exchange port records tiers",
+    "services.worker.engines.store": "kv_exchange port records slots tiers",
     "services.worker.kv_exchange": "link_share",
     "services.worker.legs": "body resume",
     "shared": "addresses bounded loopback",

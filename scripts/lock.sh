@@ -39,6 +39,7 @@ cat engine-cpu.txt dev.txt | sed 's/^\(torch==[^ ]*\)+cpu/\1/' >"$all"
 cpu_build > "$torch"
 resolve uv.in --output-file uv.txt
 resolve llama.in --output-file llama.txt
+resolve s3.in --output-file s3.txt
 resolve dist.in --output-file dist.txt
 resolve --overrides overrides.txt engine-cpu.in services.in dev.in --output-file "$all"
 resolve --overrides overrides.txt -c "$all" engine-cpu.in services.in --output-file engine-cpu.txt

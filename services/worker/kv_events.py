@@ -20,6 +20,7 @@ from shared.bus.port import Bus, BusDown, Envelope
 from shared.contracts.channels import KV_EVENTS
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_events import (
+    MEMORIES,
     NARROW_MARK,
     AskKvSnapshot,
     KvDigest,
@@ -72,7 +73,7 @@ class EventTranslation:
         others = [group for group in groups if not full[group] and group not in narrow]
         full_groups = [group for group in groups if full[group]]
         self._groups: dict[KvTier | Narrow, list[int]] = {
-            **dict.fromkeys((KvTier.DEVICE, KvTier.HOST, KvTier.DISK), full_groups),
+            **dict.fromkeys(MEMORIES, full_groups),
             KvTier.BOUNDARY: others or (list(groups) if len(full) > 1 else []),
             NARROW: sorted(narrow),
         }
@@ -228,6 +229,7 @@ class CachePublisher:
             hashes=self.held.packed(),
             host_hashes=self.held.packed(KvTier.HOST),
             disk_hashes=self.held.packed(KvTier.DISK),
+            object_hashes=self.held.packed(KvTier.OBJECT),
             boundary_hashes=self.held.packed(KvTier.BOUNDARY),
         )
 

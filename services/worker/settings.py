@@ -196,6 +196,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     more, or there is none.
     """
 
+    store_objects_url: str = ""
+    """Bucket of an object store that speaks S3, as http(s)://host/bucket, or a folder in it, for copies below a store's
+    files; empty: none. Credentials are AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the machine's role. Change it
+    when histories are larger than the disk.
+    """
+    store_objects_bytes: Annotated[int, msgspec.Meta(ge=0)] = 64 << 30
+    """Maximum size of a store's objects. Change it when the bucket may have more, or less."""
+
     # Shutdown
     drain_s_max: float = 30.0
     """Time that running legs get to finish after SIGTERM. Change it when answers take longer, and the supervisor waits

@@ -44,27 +44,30 @@ class KvTier(StrEnum):
     HOST = "host"
     """Host memory: loaded into the engine before use."""
     DISK = "disk"
+    OBJECT = "object"
+    """An object store, on another machine."""
     BOUNDARY = "boundary"
     """No memory: blocks that all KV cache groups but full attention hold, in whatever memory of the worker (see
     ``HashScheme.boundaries``).
     """
 
 
-MEMORIES = (KvTier.DEVICE, KvTier.HOST, KvTier.DISK)
+MEMORIES = (KvTier.DEVICE, KvTier.HOST, KvTier.DISK, KvTier.OBJECT)
 """The tiers that hold blocks of full attention."""
 NARROW_MARK: Final = 0x9E3779B97F4A7C15
 """If a model's windows have several widths, the tier BOUNDARY has the blocks that the widest hold, and those that all
 others hold under their hash XOR this.
 """
-TIER_ROTATION_BITS = 21
-"""Rotation between the tiers' hashes in a digest, so that a block that moves to another tier changes the digest."""
+TIER_ROTATIONS = (0, 21, 42, 11, 63)
+"""Bits by which each tier's hashes are rotated in a digest, so that a block that moves to another tier changes it. The
+other tiers had theirs before OBJECT came.
+"""
 
 
 def digest_xor(xors: Iterable[int]) -> int:
     """Combine the XOR of each tier's hashes, fastest tier first (see ``KvDigest``)."""
     joined = 0
-    for tier, xor in enumerate(xors):
-        shift = tier * TIER_ROTATION_BITS
+    for shift, xor in zip(TIER_ROTATIONS, xors, strict=False):
         joined ^= (xor << shift | xor >> (64 - shift)) & 0xFFFF_FFFF_FFFF_FFFF
     return joined
 
@@ -116,6 +119,7 @@ class KvSnapshot(Message, frozen=True, kw_only=True):
     """Blocks in the device tier."""
     host_hashes: bytes = b""
     disk_hashes: bytes = b""
+    object_hashes: bytes = b""
     boundary_hashes: bytes = b""
 
 
@@ -126,4 +130,4 @@ class KvDigest(Message, frozen=True, kw_only=True):
     count: int
     """Hashes in all tiers; one in two tiers counts twice."""
     xor: int
-    """XOR of all 64-bit hashes, rotated left by 21 bits for each tier before theirs in ``KvTier``."""
+    """XOR of all 64-bit hashes, each tier's rotated left by its ``TIER_ROTATIONS``."""

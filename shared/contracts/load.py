@@ -64,7 +64,9 @@ class EngineSpeed(PackedMessage, frozen=True, kw_only=True):
 
 
 class StoreState(Message, frozen=True, kw_only=True):
-    """What a store holds, and what it has done since it started. Blocks are in memory (host) or in files (disk)."""
+    """What a store holds, and what it has done since it started. Blocks are in memory (host), in files (disk), or in a
+    bucket (object).
+    """
 
     block_bytes: int = 0
     """Size of one whole block; of several KV cache groups, of the largest one's, for which all take as much room."""
@@ -76,19 +78,25 @@ class StoreState(Message, frozen=True, kw_only=True):
     """Capacity of its files."""
     disk_free_bytes: int = -1
     """Free space of the file system with the store's files; -1 without files."""
+    object_blocks: int = 0
+    object_blocks_max: int = 0
+    """Capacity of its bucket."""
+    objects_silent_s: float = 0.0
+    """Time since the first call of the object store that failed without a good one since; 0: the last one was good."""
     loads_waiting: int = 0
-    """Requested blocks that are only in files."""
+    """Requested blocks that are not in memory."""
     saves_waiting: int = 0
-    """Blocks in memory that are not yet in files."""
+    """Blocks in memory that are not yet in files, and those not yet in the bucket."""
     loaded_blocks_total: int = 0
     saved_blocks_total: int = 0
     damaged_blocks_total: int = 0
-    """Blocks that could not be read back from files unchanged: dropped, never served."""
+    """Blocks that could not be read back unchanged: dropped, never served."""
     unsaved_blocks_total: int = 0
-    """Blocks that could not be written to files and stay only in memory."""
+    """Blocks that could not be written to files, or to the bucket."""
     evicted_host_blocks_total: int = 0
     """Blocks evicted from memory to make room."""
     evicted_disk_blocks_total: int = 0
+    evicted_object_blocks_total: int = 0
     granted_bytes_total: int = 0
     """Granted to readers; a block granted twice counts twice."""
 

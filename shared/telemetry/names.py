@@ -284,7 +284,7 @@ WORKER_PREFETCHED = counter(
     "outcome",
 )
 
-# Stores (exposed by the metrics collector, from load reports). Tier host is memory, tier disk is files.
+# Stores (exposed by the metrics collector, from load reports). Tier host is memory, disk is files, object a bucket.
 STORE_BLOCKS = gauge("baton_store_blocks", "blocks", "Blocks held by the store.", "worker_id", "tier")
 STORE_BLOCKS_MAX = gauge("baton_store_blocks_max", "blocks", "Capacity of the store.", "worker_id", "tier")
 STORE_BYTES = gauge("baton_store_bytes", "bytes", "KV bytes held by the store.", "worker_id", "tier")
@@ -294,14 +294,14 @@ STORE_DISK_FREE = gauge(
 STORE_WAITING = gauge(
     "baton_store_blocks_waiting",
     "blocks",
-    "Blocks waiting to be loaded from disk or saved to disk.",
+    "Blocks waiting to be loaded from disk or bucket, or saved there.",
     "worker_id",
     "kind",
 )
 STORE_MOVED = counter(
     "baton_store_moved_blocks_total",
     "blocks",
-    "Blocks loaded from disk (done or damaged) and saved to disk (done or failed).",
+    "Blocks loaded from disk or bucket (done or damaged) and saved there (done or failed).",
     "worker_id",
     "kind",
     "outcome",

@@ -40,8 +40,8 @@ TARGETS = {
 }
 HERE = {"up", "doctor", "down", "audit"}
 """Run by tests of their own below."""
-ELSEWHERE = {"setup", "test", "nightly", "llama-server"}
-"""Run by continuous integration or every night; setting up is a part of each, and the server one of `make nightly`."""
+ELSEWHERE = {"setup", "test", "nightly", "llama-server", "s3-server"}
+"""Run by continuous integration or every night; setting up is a part of each, and the servers are of `make nightly`."""
 FOR_AUTHORS = {"fix", "catalogue"}
 """These change the tree. What they do, `make check` compares with the tree."""
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/*.md")

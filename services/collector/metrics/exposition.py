@@ -71,13 +71,18 @@ USAGE_KINDS: Mapping[str, Callable[[UsageCounts], int]] = {
     "completion": lambda total: total.completion_tokens,
 }
 LEASE_OUTCOMES = ("granted", "refused", "released", "expired")
-HOST, DISK = KvTier.HOST.value, KvTier.DISK.value
+HOST, DISK, OBJECT = KvTier.HOST.value, KvTier.DISK.value, KvTier.OBJECT.value
 STORE_NUMBERS: Mapping[Metric, Callable[[StoreState], Mapping[str, int]]] = {
-    names.STORE_BLOCKS: lambda store: {HOST: store.host_blocks, DISK: store.disk_blocks},
-    names.STORE_BLOCKS_MAX: lambda store: {HOST: store.host_blocks_max, DISK: store.disk_blocks_max},
+    names.STORE_BLOCKS: lambda store: {HOST: store.host_blocks, DISK: store.disk_blocks, OBJECT: store.object_blocks},
+    names.STORE_BLOCKS_MAX: lambda store: {
+        HOST: store.host_blocks_max,
+        DISK: store.disk_blocks_max,
+        OBJECT: store.object_blocks_max,
+    },
     names.STORE_BYTES: lambda store: {
         HOST: store.host_blocks * store.block_bytes,
         DISK: store.disk_blocks * store.block_bytes,
+        OBJECT: store.object_blocks * store.block_bytes,
     },
     names.STORE_WAITING: lambda store: {"load": store.loads_waiting, "save": store.saves_waiting},
 }
@@ -89,7 +94,11 @@ STORE_OUTCOMES: Mapping[Metric, Mapping[tuple[str, ...], str]] = {
         ("save", "done"): "saved_blocks",
         ("save", "failed"): "unsaved_blocks",
     },
-    names.STORE_EVICTED: {(HOST,): "evicted_host_blocks", (DISK,): "evicted_disk_blocks"},
+    names.STORE_EVICTED: {
+        (HOST,): "evicted_host_blocks",
+        (DISK,): "evicted_disk_blocks",
+        (OBJECT,): "evicted_object_blocks",
+    },
     names.STORE_GRANTED: {(): "granted_bytes"},
 }
 """Label values -> total of the store."""

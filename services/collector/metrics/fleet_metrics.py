@@ -253,6 +253,7 @@ STORE_TOTALS = (
     "unsaved_blocks",
     "evicted_host_blocks",
     "evicted_disk_blocks",
+    "evicted_object_blocks",
     "granted_bytes",
 )
 """Counters in a load report's ``store`` since the start of the epoch, in fields named ``<total>_total``."""

@@ -30,10 +30,10 @@ MODEL = "model"
 REPEATED = ("aliases", "attach")
 """Options of which all values count; of the others the last one does."""
 OF_EACH_MODEL = (
-    MODEL, *REPEATED, "prefill", "decode", "both", "host_memory", "store", "attach_key_file", "connector", "kv_backend",
-    "kv_cache", "engine_args", "gpus_per_worker", "gpus_per_prefill", "gpus_per_decode", "pipeline", "pipeline_prefill",
-    "pipeline_decode", "data_parallel", "data_parallel_prefill", "data_parallel_decode", "workers_min", "workers_max",
-    "sleep_after",
+    MODEL, *REPEATED, "prefill", "decode", "both", "host_memory", "object_store", "store", "attach_key_file",
+    "connector", "kv_backend", "kv_cache", "engine_args", "gpus_per_worker", "gpus_per_prefill", "gpus_per_decode",
+    "pipeline", "pipeline_prefill", "pipeline_decode", "data_parallel", "data_parallel_prefill",
+    "data_parallel_decode", "workers_min", "workers_max", "sleep_after",
 )  # fmt: skip
 """Options whose values `baton up` reads from the context, model by model."""
 MODELS_MAX = 64
@@ -91,6 +91,12 @@ HostMemory = Annotated[
         "Memory of this host for KV that engines evict, such as 64G: starts a store of that size.",
         False,
         metavar="SIZE",
+    ),
+]
+ObjectStore = Annotated[
+    list[str] | None,
+    option(
+        MODEL_PANEL, "Bucket for KV below a store's files, http(s)://host/bucket: starts a store.", False, metavar="URL"
     ),
 ]
 Attach = Annotated[
@@ -196,11 +202,11 @@ def model_options(given: Mapping[str, Any], *, join: bool) -> ModelOptions:
     values = {name: value for name, value in given.items() if name in ModelOptions.__struct_fields__}
     if not (given.keys() & {"prefill", "decode", "both", "attach"}):
         values |= (
-            {"both": 0 if given.get("store") or given.get("host_memory") else 1}
+            {"both": 0 if any(map(given.get, ("store", "host_memory", "object_store"))) else 1}
             if join
             else {"prefill": 1, "decode": 1}
         )
-    if given.get("host_memory"):
+    if given.get("host_memory") or given.get("object_store"):
         values["store"] = given.get("store") or 1
     other = {
         "attach_key_file": absolute(given.get("attach_key_file", "")),
@@ -319,6 +325,7 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command
     decode: Decode = None,
     both: Both = None,
     host_memory: HostMemory = None,
+    object_store: ObjectStore = None,
     store: Store = None,
     attach: Attach = None,
     attach_key_file: AttachKeyFile = None,

@@ -314,19 +314,30 @@ def _load(heard: HeardLoad) -> Iterator[Finding]:
             yield _finding(Level.WARNING, what, "Requests wait in the engine or are preempted.", todo)
         yield from _lost_copies(load)
         return
+    if store.objects_silent_s:
+        what = f"The object store of {load.worker_id} has answered no call for {duration(store.objects_silent_s)}."
+        why = "What only it has is computed again, and nothing more is saved there. The store tries every ten seconds."
+        todo = f"The log of {load.worker_id} says why: look at WORKER_STORE_OBJECTS_URL and its credentials."
+        yield _finding(Level.WARNING, what, why, todo)
+    places = "files and objects" if store.object_blocks_max else "files"
     if lost := store.damaged_blocks_total + store.unsaved_blocks_total:
         what = (
             f"{load.worker_id} has lost {counted(lost)} blocks: {counted(store.damaged_blocks_total)} damaged in its "
         )
-        what += f"files, {counted(store.unsaved_blocks_total)} not saved."
-        todo = "Check its disk. BATON_STATE_DIR of the store sets another folder."
+        what += f"{places}, {counted(store.unsaved_blocks_total)} not saved."
+        todo = f"Check its {'disk and its bucket' if store.object_blocks_max else 'disk'}. "
+        todo += "BATON_STATE_DIR of the store sets another folder."
         yield _finding(Level.WARNING, what, "Lost blocks are computed again.", todo)
-    capacity = store.disk_blocks_max or store.host_blocks_max
-    stored = store.disk_blocks if store.disk_blocks_max else store.host_blocks
+    tiers = (
+        (store.object_blocks, store.object_blocks_max, "WORKER_STORE_OBJECTS_BYTES"),
+        (store.disk_blocks, store.disk_blocks_max, "WORKER_STORE_FILES_BYTES"),
+        (store.host_blocks, store.host_blocks_max, "WORKER_STORE_FILES_BYTES"),
+    )
+    stored, capacity, setting = next((tier for tier in tiers if tier[1]), tiers[-1])
     if capacity and stored >= capacity:
         what = f"{load.worker_id} is full: it stores {counted(stored)} blocks and evicts the oldest for new ones."
         why = "This is normal, unless evicted prefixes are needed again."
-        yield _finding(Level.NOTE, what, why, "WORKER_STORE_FILES_BYTES raises the limit.")
+        yield _finding(Level.NOTE, what, why, f"{setting} raises the limit.")
 
 
 def _lost_copies(load: LoadReport) -> Iterator[Finding]:

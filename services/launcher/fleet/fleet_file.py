@@ -118,6 +118,8 @@ class WorkersTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     count: Some = 1
     memory: str = ""
     """Memory of all stores of this row together, such as ``64G``."""
+    objects: str = ""
+    """Bucket below the files of the stores of this row, ``http(s)://host/bucket``."""
     gpus_per_worker: Some = 1
     """GPUs of each worker, one for each pipeline stage at least."""
     pipeline: Some = 1
@@ -224,6 +226,7 @@ def _model_options(fleet: Fleet, host: HostTable, model: str) -> ModelOptions:
         both=count[Role.BOTH],
         store=count[Role.STORE],
         host_memory_bytes=next((parse_bytes(row.memory) for row in of_model if row.memory), 0),
+        object_store=next((row.objects for row in of_model if row.objects), ""),
         attach=tuple(row.attach for row in of_model if row.attach for _ in range(row.count)),
         attach_key_file=next((row.attach_key_file for row in of_model if row.attach_key_file), ""),
         connector=table.connector,
@@ -319,6 +322,8 @@ def _check_models(fleet: Fleet) -> None:
 def _check_row(row: WorkersTable, model: str, where: str) -> None:
     if row.memory and row.role is not Role.STORE:
         raise WrongFleetFile(f'{where}memory is the size of stores; leave it out, or write role = "store"')
+    if row.objects and row.role is not Role.STORE:
+        raise WrongFleetFile(f'{where}objects are of stores; leave it out, or write role = "store"')
     try:
         parse_bytes(row.memory or "0")
     except ValueError as error:

@@ -178,9 +178,7 @@ def _groups(part: HostPart, shared: Mapping[str, str]) -> Iterator[Group]:
         del settings["WORKER_ENGINE"]
         for role in model.roles:
             yield _engine(part, model, role, settings, len(part.cores) * model.gpus_of(role) // ranks)
-        of_store = dict(settings)
-        if model.host_memory_bytes:
-            of_store["WORKER_STORE_MEMORY_BYTES"] = str(model.host_memory_bytes // model.store)
+        of_store = {**settings, **model.store_settings}
         held = _gib(of_store.get("WORKER_STORE_MEMORY_BYTES", part.env.get("WORKER_STORE_MEMORY_BYTES", str(GIB))))
         for _ in range(model.store):
             yield Group(model.model, Role.STORE, _sorted(of_store), memory_gib=held)

@@ -48,6 +48,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Workers that store KV blocks and compute nothing."""
     host_memory_bytes: int = 0
     """Memory of all stores together; 0: the worker's default for each."""
+    object_store: str = ""
+    """Bucket of all stores, each with a folder of its own in it; empty: none."""
     attach: tuple[str, ...] = ()
     """Servers outside of Baton, each with a worker of its own: ``URL`` or ``URL=MODEL``, the model's name there."""
     attach_key_file: str = ""
@@ -91,6 +93,16 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         """Roles of the workers with engines, in start order."""
         groups = {Role.PREFILL: self.prefill, Role.DECODE: self.decode, Role.BOTH: self.both}
         return [role for role, count in groups.items() for _ in range(count * self.group_here(role))]
+
+    @property
+    def store_settings(self) -> dict[str, str]:
+        """The variables of each store."""
+        settings = {}
+        if self.host_memory_bytes:
+            settings["WORKER_STORE_MEMORY_BYTES"] = str(self.host_memory_bytes // self.store)
+        if self.object_store:
+            settings["WORKER_STORE_OBJECTS_URL"] = self.object_store
+        return settings
 
     def gpus_of(self, role: Role) -> int:
         own = {Role.PREFILL: self.gpus_per_prefill, Role.DECODE: self.gpus_per_decode}

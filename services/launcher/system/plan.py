@@ -252,8 +252,8 @@ class WorkerPlans:
             env["WORKER_HEAD_ADDRESS"] = host_port(span.address, span.port + nth // of_model.group_here(role))
             if of_model.group_of(role) == 1:
                 env |= {"WORKER_NODES": str(span.nodes), "WORKER_NODE": str(span.node)}
-        if role is Role.STORE and of_model.host_memory_bytes:
-            env["WORKER_STORE_MEMORY_BYTES"] = str(of_model.host_memory_bytes // of_model.store)
+        if role is Role.STORE:
+            env |= of_model.store_settings
         if self.options.own_keys:
             env |= variables(self.options.keys_dir, owner_of(Party.WORKER, name))
         if self.options.awake_max and model >= self.options.awake_max and role is not Role.STORE:
@@ -319,7 +319,9 @@ def _check_model(model: ModelOptions, options: UpOptions) -> None:
         raise PlanRefused(f"No workers{of}: request at least one with --prefill, --decode, --both or --attach.")
     _check_attached(model, options)
     if model.store and model.connector == "upstream":
-        raise PlanRefused("--store and --host-memory need the KV exchange: leave out --connector upstream.")
+        raise PlanRefused(
+            "--store, --host-memory and --object-store need the KV exchange: leave out --connector upstream."
+        )
     if count and not is_part and not model.both and not (model.prefill and model.decode):
         missing, given = ("decode", "--prefill") if model.prefill else ("prefill", "--decode")
         raise PlanRefused(f"Only {given} workers{of}: none would {missing}. Add --{missing} 1 or --both 1.")

@@ -9,11 +9,10 @@
 #include "block_map.h"
 
 enum {
-    TIERS = 4,    /* of KvTier, in its order */
-    MEMORIES = 3, /* those before BOUNDARY */
-    BOUNDARY = 3,
+    TIERS = 5,    /* of KvTier, in its order */
+    MEMORIES = 4, /* those before BOUNDARY */
+    BOUNDARY = 4,
     ROWS_MAX = 32768, /* half of the lives; the other half may be dead and not swept yet */
-    TIER_ROTATION_BITS = 21,
     AHEAD = 12, /* distance in look-ups at which memory is prefetched */
     EXPECTED_MAX = 64, /* blocks whose memory is prefetched for a later call; more would not stay in the cache */
     CHUNK = 32, /* look-ups between two checks whether any row still holds the chain */

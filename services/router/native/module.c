@@ -61,6 +61,9 @@ static PyObject *count(Table *self, PyObject *arg)
     return PyLong_FromUnsignedLongLong(sum);
 }
 
+/* TIER_ROTATIONS of shared/contracts/kv_events.py */
+static const int turns[TIERS] = {0, 21, 42, 11, 63};
+
 static PyObject *xor(Table *self, PyObject *arg)
 {
     long row;
@@ -69,8 +72,7 @@ static PyObject *xor(Table *self, PyObject *arg)
     const struct life *life = table_life(&self->table, (uint32_t)row);
     uint64_t joined = life ? life->xors[0] : 0;
     for (int tier = 1; life && tier < TIERS; tier++) {
-        int turn = tier * TIER_ROTATION_BITS;
-        joined ^= life->xors[tier] << turn | life->xors[tier] >> (64 - turn);
+        joined ^= life->xors[tier] << turns[tier] | life->xors[tier] >> (64 - turns[tier]);
     }
     return PyLong_FromUnsignedLongLong(joined);
 }

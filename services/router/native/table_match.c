@@ -3,9 +3,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* A block's sets of holders, by tier. The last entry is always 0, so that a comparison takes two 64-bit words. */
+/* A block's sets of holders, by tier: two 64-bit words to compare. */
 struct holders {
-    set_t in[MEMORIES + 1];
+    set_t in[MEMORIES];
 };
 
 static inline bool same(const struct holders *one, const struct holders *other)

@@ -7,6 +7,8 @@ sequence of integers. ``native/block_table.c`` is the implementation in C.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import reduce
+from operator import or_
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -246,10 +248,11 @@ class PythonBlockTable:
 
     def _masks(self, hashes: Sequence[int]) -> Iterator[int]:
         """The holders of each block, in any tier."""
-        device, host, disk = self._holders[: len(MEMORIES)]
-        if host or disk:
-            return (device.get(block, 0) | host.get(block, 0) | disk.get(block, 0) for block in hashes)
-        return (device.get(block, 0) for block in hashes)
+        device, *others = self._holders[: len(MEMORIES)]
+        others = [holders for holders in others if holders]
+        if not others:
+            return (device.get(block, 0) for block in hashes)
+        return (reduce(or_, (holders.get(block, 0) for holders in others), device.get(block, 0)) for block in hashes)
 
     def _rows(self, row: int) -> tuple[set[int], ...]:
         held = self._held.get(row)

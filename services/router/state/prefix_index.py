@@ -123,7 +123,13 @@ class PrefixIndex:
         entry = self.entries[snapshot.worker_id]
         if snapshot.epoch < entry.epoch or snapshot.seq < entry.seq:
             return entry.state is IndexState.EXACT
-        tiers = (snapshot.hashes, snapshot.host_hashes, snapshot.disk_hashes, snapshot.boundary_hashes)
+        tiers = (
+            snapshot.hashes,
+            snapshot.host_hashes,
+            snapshot.disk_hashes,
+            snapshot.object_hashes,
+            snapshot.boundary_hashes,
+        )
         if any(len(hashes) % BLOCK_HASH_BYTES for hashes in tiers):
             raise ValueError(f"a snapshot of {snapshot.worker_id} has torn hashes")
         self.table.clear(entry.slot)

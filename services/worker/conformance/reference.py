@@ -225,7 +225,7 @@ class Reference:
         """Hashes of the blocks that the store says it has."""
         ask = AskKvSnapshot(worker_id=self.store, epoch=self.handshake.epoch)
         said: KvSnapshot = await self._bus.ask(KV_SNAPSHOT, ask, timeout_s=self.answer_s_max)
-        return {*unpack_hashes(said.hashes + said.host_hashes + said.disk_hashes)}
+        return {*unpack_hashes(said.hashes + said.host_hashes + said.disk_hashes + said.object_hashes)}
 
     async def lease(self, names: Sequence[bytes], hold_s: float = 30.0) -> KvGrant:
         """Ask for a prompt with these blocks."""

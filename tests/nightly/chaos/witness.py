@@ -146,7 +146,7 @@ class Witness:
         except BusError as error:
             return [f"{worker_id}: no snapshot, {error}"]
         slot = index.slot(worker_id)
-        held = (truth.hashes, truth.host_hashes, truth.disk_hashes, truth.boundary_hashes)
+        held = (truth.hashes, truth.host_hashes, truth.disk_hashes, truth.object_hashes, truth.boundary_hashes)
         return [
             f"{worker_id}: the index and the {tier} cache differ"
             for number, (tier, hashes) in enumerate(zip(KvTier, held, strict=True))

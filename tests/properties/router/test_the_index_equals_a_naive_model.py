@@ -52,7 +52,7 @@ class Truth:
         return KvEventBatch(worker_id=self.worker_id, epoch=self.epoch, seq=self.seq, events=[event])
 
     def snapshot(self) -> KvSnapshot:
-        device, host, disk, boundaries = (pack_hashes(sorted(self.tiers[tier])) for tier in TIERS)
+        device, host, disk, objects, boundaries = (pack_hashes(sorted(self.tiers[tier])) for tier in TIERS)
         return KvSnapshot(
             worker_id=self.worker_id,
             epoch=self.epoch,
@@ -60,6 +60,7 @@ class Truth:
             hashes=device,
             host_hashes=host,
             disk_hashes=disk,
+            object_hashes=objects,
             boundary_hashes=boundaries,
         )
 

@@ -17,7 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from connector.groups import Blocks, full_attention
 from services.worker.engines.simulated.core.block_cache import BlockCache
 from services.worker.engines.store.files import StoreFiles, content_at
-from services.worker.engines.store.tiers import SAVE_AGAIN_S, FileTier, Job, JobKind, Tiers
+from services.worker.engines.store.slots import FileTier
+from services.worker.engines.store.tiers import SAVE_AGAIN_S, Job, JobKind, Tiers
 from services.worker.kv_events import HeldBlocks
 from shared.contracts.kv_events import KvTier, block_hash64, unpack_hashes
 from tests.support.examples import examples

@@ -25,6 +25,17 @@ def test_blocks_bytes_and_capacity_are_shown_for_memory_and_files():
     assert [shown(names.STORE_BLOCKS_MAX, tier=tier, **S1) for tier in BOTH_TIERS] == [64, 256]
 
 
+def test_a_bucket_is_a_tier_of_its_own():
+    one = metrics()
+    one.load_reported(told(object_blocks=3, object_blocks_max=8, evicted_object_blocks_total=2), 1.0)
+    shown = Shown(one, 1.0)
+
+    assert [
+        shown(metric, tier="object", **S1)
+        for metric in (names.STORE_BLOCKS, names.STORE_BYTES, names.STORE_BLOCKS_MAX, names.STORE_EVICTED)
+    ] == [3, 3000, 8, 2]
+
+
 def test_copies_to_and_from_files_are_shown_with_their_outcome():
     one = metrics()
     one.load_reported(

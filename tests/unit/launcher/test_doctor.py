@@ -114,7 +114,7 @@ def reports(first: HeardLoad) -> dict[str, object]:
     return {"loads": [first, *(one for one in system().loads if one.report.worker_id != first.report.worker_id)]}
 
 
-def store(kept: int = 10, **lost: int) -> dict[str, object]:
+def store(kept: int = 10, **lost: float) -> dict[str, object]:
     state = StoreState(disk_blocks=kept, disk_blocks_max=100, **lost)
     return {
         "records": [*system().records, record("s1", role=Role.STORE)],
@@ -284,6 +284,8 @@ SYSTEM_FAULTS: dict[str, tuple[dict[str, object], Level, str]] = {
         Level.WARNING, "The event loop of p1 has been held for 5",
     ),
     "store full": (store(100), Level.NOTE, "s1 is full: it stores 100 blocks"),
+    "bucket full": (store(object_blocks=7, object_blocks_max=7), Level.NOTE, "s1 is full: it stores 7 blocks"),
+    "bucket silent": (store(objects_silent_s=90.0), Level.WARNING, "The object store of s1 has answered no call for"),
     "store loses": (store(damaged_blocks_total=2, unsaved_blocks_total=1), Level.WARNING, "s1 has lost 3 blocks"),
     "copies lost": (copies(30, 20), Level.WARNING, "p1 evicted 30 recently used blocks before a store had them; 20 were copied"),
     "few copies lost": (copies(3, 20), Level.NOTE, "p1 evicted 3 recently used blocks before"),

@@ -67,6 +67,8 @@ def test_memory_of_the_host_starts_a_store(given: dict[str, int], stores: int):
 
     assert (model.store, model.host_memory_bytes, model.prefill, model.decode) == (stores, 2 << 30, 1, 1)
     assert model_options({"host_memory": "2G"}, join=True).both == 0
+    below = model_options({**given, "object_store": "http://h/b"}, join=False)
+    assert (below.store, below.object_store) == (stores, "http://h/b")
     with pytest.raises(typer.BadParameter, match="'much' is not a size") as wrong:
         model_options({"host_memory": "much"}, join=False)
     assert wrong.value.param_hint == "--host-memory"

@@ -269,6 +269,13 @@ def test_stores_share_out_the_memory_that_a_host_gives_them():
     assert worker_env(shared_out, "prefill-1", name) == worker_env(plan(store=1), "store-1", name) == ""
 
 
+def test_stores_keep_objects_in_the_bucket_that_they_are_given():
+    planned = plan(store=2, object_store="http://h/b")
+
+    urls = [worker_env(planned, each, "WORKER_STORE_OBJECTS_URL") for each in ("store-1", "store-2", "decode-1")]
+    assert urls == ["http://h/b", "http://h/b", ""]
+
+
 def test_a_store_can_join_but_not_start_a_system():
     joined = plan_system(options_of(prefill=0, decode=0, store=1, join=True, nats_url="nats://n"), MACHINE, ["store-1"])
 

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -38,9 +39,10 @@ from services.worker.engines.simulated.kv_exchange import nixl_package_of
 from services.worker.engines.store.files import StoreFiles
 from services.worker.engines.store.kv_exchange import StoreExchange
 from services.worker.engines.store.memory import FileJobs, HostMemory, MoverOf, Storage, mover_of, transfer_of
-from services.worker.engines.store.port import MakeMemory
-from services.worker.engines.store.records import BlockShape, shape_of
-from services.worker.engines.store.tiers import FileTier, Tiers
+from services.worker.engines.store.port import MakeMemory, StoreMemory
+from services.worker.engines.store.records import BlockShape, blocks_in_object, shape_of
+from services.worker.engines.store.slots import FileTier, ObjectTier
+from services.worker.engines.store.tiers import Tiers
 from services.worker.settings import Settings
 from shared.bus.port import Bus, BusError
 from shared.contracts.channels import KV_HANDSHAKE, WORKER_RECORDS
@@ -152,12 +154,21 @@ class StoreOptions:
     lease_s_max: float = 30.0
     nixl_package: str = ""
     """See ``EngineExchange``."""
+    objects_url: str = ""
+    objects_bytes: int = 0
 
 
 class StoreEngine(Engine, EngineExchange):
     """Its own KV exchange; computes nothing. Construct it on a running event loop."""
 
-    def __init__(self, options: StoreOptions, shape: BlockShape, storage: Storage, make_mover: MoverOf) -> None:
+    def __init__(
+        self,
+        options: StoreOptions,
+        shape: BlockShape,
+        storage: Storage,
+        make_mover: MoverOf,
+        objects: Storage | None = None,
+    ) -> None:
         blocks = storage.memory.blocks
         self.app, self.exchange, self.nixl_package = no_app, self, options.nixl_package
         self.facts = facts_of(options, blocks, storage.as_text())
@@ -166,9 +177,13 @@ class StoreEngine(Engine, EngineExchange):
             FileTier(storage.files.slots if storage.files else 0),
             max(1, JOB_BYTES // shape.block_bytes),
             shape.plan,
+            ObjectTier(objects.files.slots, blocks_in_object(shape.block_bytes)) if objects and objects.files else None,
+            time.monotonic,
         )
-        if storage.files is not None:
-            tiers.files.restore(storage.files.restored)
+        storages = [storage, *([objects] if objects else [])]
+        for below, kept in zip(tiers.below, storages, strict=True):
+            if kept.files is not None:
+                below.slots.restore(kept.files.restored)
         holding = HolderSettings(
             worker_id=options.identity.worker_id,
             epoch=options.identity.epoch,
@@ -182,7 +197,10 @@ class StoreEngine(Engine, EngineExchange):
         self._listeners: list[Callable[[EngineNotification], None]] = []
         self._load_listeners: list[Callable[[], None]] = []
         self._wake = asyncio.Event()
-        self._jobs = FileJobs(self._core, storage, wake=self._wake.set, fail=self._die)
+        self._jobs = [
+            FileJobs(self._core, kept, number, wake=self._wake.set, fail=self._die)
+            for number, kept in enumerate(storages)
+        ]
         self._loop = asyncio.get_running_loop()
         self._died: asyncio.Future[str] = self._loop.create_future()
         self._feed = KvEventFeed(self._died, tiers.whole_as_events)
@@ -202,7 +220,7 @@ class StoreEngine(Engine, EngineExchange):
 
     def load(self) -> EngineLoad:
         """``kv_tokens_used`` counts the tokens in the blocks of memory that hold named content."""
-        state = self._core.state(self._shape.block_bytes, self._jobs.disk_free_bytes())
+        state = self._core.state(self._shape.block_bytes, self._jobs[0].disk_free_bytes())
         return EngineLoad(kv_tokens_used=state.host_blocks * self._shape.block_tokens, store=state)
 
     def on_load_changed(self, listener: Callable[[], None]) -> None:
@@ -230,11 +248,12 @@ class StoreEngine(Engine, EngineExchange):
         await asyncio.wait(self._tasks, timeout=deadline_s)
         try:
             async with asyncio.timeout(min(deadline_s, SAVE_S_MAX)):
-                await self._jobs.finish()
+                await asyncio.gather(*(jobs.finish() for jobs in self._jobs))
         except TimeoutError:
             log.info("some blocks were not saved")
         await asyncio.to_thread(self._mover.close)
-        await self._jobs.close()  # Last, because it owns the memory.
+        for jobs in reversed(self._jobs):
+            await jobs.close()  # Last, because the first owns the memory.
 
     def end_after(self, waiting: Coroutine[Any, Any, str]) -> None:
         """End the store when ``waiting`` returns; its result is the reason."""
@@ -254,7 +273,8 @@ class StoreEngine(Engine, EngineExchange):
             if results := self._mover.take_results():
                 core.results(results)
                 continue
-            self._jobs.begin()
+            for jobs in self._jobs:
+                jobs.begin()
             self._tell()
             await self._sleep(core.wakes_at())
 
@@ -342,6 +362,8 @@ async def start_store(
         files_bytes=settings.store_files_bytes,
         folder=folder,
         lease_s_max=settings.kv_lease_s,
+        objects_url=settings.store_objects_url,
+        objects_bytes=settings.store_objects_bytes,
         nixl_package=nixl_package_of(transfer),
     )
     report(f"opening {folder}" if options.files_bytes else "allocating memory")
@@ -387,7 +409,38 @@ async def open_store(options: StoreOptions, make_mover: MoverOf, make_memory: Ma
                 memory=(memory.address, blocks * shape.block_bytes),
             ),
         )
-    return StoreEngine(options, shape, Storage(memory, files, thread), make_mover)
+    storage = Storage(memory, files, thread)
+    return StoreEngine(options, shape, storage, make_mover, await open_objects(options, shape, memory))
+
+
+async def open_objects(options: StoreOptions, shape: BlockShape, memory: StoreMemory) -> Storage | None:
+    """The tier below files, if there is one. Raises ValueError, FolderTaken, OSError."""
+    together = blocks_in_object(shape.block_bytes)
+    slots = shape.blocks_in(options.objects_bytes) // together * together
+    if not options.objects_url or not slots:
+        return None
+    if not find_spec("obstore"):
+        raise ValueError("WORKER_STORE_OBJECTS_URL: this needs the package obstore: pip install 'baton-serve[objects]'")
+    from services.worker.engines.store.objects import ObjectFile  # most stores have no obstore
+
+    try:
+        objects = ObjectFile(options.objects_url, options.identity.worker_id, shape.block_bytes)
+    except ValueError as error:
+        raise ValueError(f"WORKER_STORE_OBJECTS_URL: {error}") from None
+    thread = ThreadPoolExecutor(1, thread_name_prefix="store-objects")
+    files = await asyncio.get_running_loop().run_in_executor(
+        thread,
+        lambda: StoreFiles(
+            options.folder / "objects",
+            identity=shape.identity(),
+            block_bytes=shape.block_bytes,
+            slots=slots,
+            memory=(memory.address, memory.blocks * shape.block_bytes),
+            elsewhere=objects,
+        ),
+    )
+    thread.submit(objects.keep_only, {record.slot // together for record in files.restored})
+    return Storage(memory, files, thread)
 
 
 def folder_of(common: CommonSettings, identity: Identity) -> Path:

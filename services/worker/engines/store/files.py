@@ -31,10 +31,16 @@ from services.worker.engines.store.tiers import Job, JobKind
 log = logging.getLogger("baton.worker")
 
 ONLY_MINE = 0o600
+GONE = b"?"
+"""No block has this checksum."""
 
 
 class FolderTaken(Exception):
     """Another process uses the folder."""
+
+
+class BlocksGone(Exception):
+    """What was to be read is not there, or is shorter: it will not come back."""
 
 
 class BlockFile(Protocol):
@@ -47,7 +53,7 @@ class BlockFile(Protocol):
         """Copy memory to the file. Raises OSError or TransferFailed; TimeoutError if the copy may still be running."""
 
     def read(self, addresses: Sequence[int], offsets: Sequence[int], length: int) -> None:
-        """Copy the file to memory. Raises as ``write`` does."""
+        """Copy the file to memory. Raises as ``write`` does, and BlocksGone."""
 
     def close(self) -> None:
         """Release resources, but not the file descriptor."""
@@ -84,9 +90,20 @@ class StoreFiles:
     """``memory``: address and length of the contiguous blocks in memory."""
 
     def __init__(
-        self, folder: Path, *, identity: bytes, block_bytes: int, slots: int, memory: tuple[int, int], io: str = "auto"
+        self,
+        folder: Path,
+        *,
+        identity: bytes,
+        block_bytes: int,
+        slots: int,
+        memory: tuple[int, int],
+        io: str = "auto",
+        elsewhere: BlockFile | None = None,
     ) -> None:
-        """Open or create. Raises FolderTaken, OSError; TransferFailed if ``io`` is nixl and NIXL's plugin fails."""
+        """Open or create. Raises FolderTaken, OSError; TransferFailed if ``io`` is nixl and NIXL's plugin fails.
+
+        ``elsewhere`` keeps the blocks instead of a file; then only the index is in the folder.
+        """
         self.folder = folder
         self.slots = slots
         self._identity = identity
@@ -95,11 +112,15 @@ class StoreFiles:
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(folder / "lock")
         self._blocks = os.open(folder / "blocks", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, ONLY_MINE)
+        """Empty where the blocks are kept elsewhere."""
         self._index = os.open(folder / "index", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, ONLY_MINE)
         self.restored = self._read_index()
         self._used = max((record.used for record in self.restored), default=0)
-        os.ftruncate(self._blocks, slots * block_bytes)  # Sparse: space is allocated as it is written.
-        self._file = open_file(io, self._blocks, lambda: nixl_file(self._blocks, slots * block_bytes, memory))
+        if elsewhere is None:
+            os.ftruncate(self._blocks, slots * block_bytes)  # Sparse: space is allocated as it is written.
+        self._file = elsewhere or open_file(
+            io, self._blocks, lambda: nixl_file(self._blocks, slots * block_bytes, memory)
+        )
         self.description = self._file.description
 
     def perform(self, job: Job) -> list[bytes]:
@@ -120,6 +141,9 @@ class StoreFiles:
             return checksums
         except TimeoutError:
             raise
+        except BlocksGone as error:
+            log.warning("%d blocks are gone: %s", len(job.names), error)
+            return [GONE] * len(job.names)
         except (OSError, TransferFailed) as error:
             log.warning("%s %d blocks failed: %s", job.kind.value, len(job.names), error)
             return [b""] * len(job.names)

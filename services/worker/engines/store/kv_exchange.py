@@ -127,7 +127,7 @@ class StoreExchange:
         pool = StorePool(tiers)
         self._core.bind(pool, tiers, pool.find_boundary)
         self._waiting: list[_Waiting] = []
-        self._speed = LoadSpeed()
+        self._speeds = [LoadSpeed() for _below in tiers.below]
         self._granted_blocks = 0
 
     def describe(self, handshake: KvHandshake) -> None:
@@ -175,16 +175,17 @@ class StoreExchange:
         for part in results.parts:
             self._core.on_part(part)
 
-    def next_job(self) -> Job | None:
-        """The next job between memory and files; ``ended`` must follow."""
-        self._speed.begun_at = self._now()
-        return self.tiers.next_job(self._speed.begun_at)
-
-    def ended(self, job: Job, checksums: list[bytes]) -> None:
+    def next_job(self, below: int = 0) -> Job | None:
+        """The next job between memory and a tier below; ``ended`` must follow."""
         now = self._now()
-        self.tiers.ended(job, checksums, now)
+        self._speeds[below].begun_at = now
+        return self.tiers.next_job(now, below)
+
+    def ended(self, job: Job, checksums: list[bytes], below: int = 0) -> None:
+        now = self._now()
+        self.tiers.ended(job, checksums, now, below)
         if job.kind is JobKind.LOAD and any(checksums):
-            self._speed.loaded(len(job.names), now)
+            self._speeds[below].loaded(len(job.names), now)
             for one in self._waiting:
                 one.until = max(one.until, min(now + one.still_s, one.last))
 
@@ -195,6 +196,7 @@ class StoreExchange:
         """The store's part of the load report."""
         tiers, counts = self.tiers, self.tiers.counts
         loads_waiting, saves_waiting = tiers.waiting
+        objects = tiers.objects
         return StoreState(
             block_bytes=block_bytes,
             host_blocks=tiers.memory.named,
@@ -202,6 +204,9 @@ class StoreExchange:
             disk_blocks=len(tiers.files),
             disk_blocks_max=tiers.files.slots,
             disk_free_bytes=disk_free_bytes,
+            object_blocks=len(objects.slots) if objects else 0,
+            object_blocks_max=objects.slots.slots if objects else 0,
+            objects_silent_s=self._now() - objects.silent_since if objects and objects.silent_since else 0.0,
             loads_waiting=loads_waiting,
             saves_waiting=saves_waiting,
             loaded_blocks_total=counts.loaded,
@@ -210,6 +215,7 @@ class StoreExchange:
             unsaved_blocks_total=counts.unsaved,
             evicted_host_blocks_total=tiers.memory.evicted_total,
             evicted_disk_blocks_total=tiers.files.evicted_total,
+            evicted_object_blocks_total=objects.slots.evicted_total if objects else 0,
             granted_bytes_total=self._granted_blocks * block_bytes,
         )
 
@@ -223,12 +229,17 @@ class StoreExchange:
             return False
         now = self._now()
         load_s = min(lease.load_s, LOADS_S_MAX) if lease.load_s > 0.0 else LOAD_S_MAX
-        if lease.load_s and self._speed.block_s(now) * (len(missing) + self.tiers.waiting[0]) > load_s:
+        if lease.load_s and self._loading_s(missing, now) > load_s:
             return False  # The reader has computed them sooner.
         self.tiers.load(missing)
         still_s = min(STILL_S_MAX if lease.load_s else LOAD_S_MAX, load_s)
         self._waiting.append(_Waiting(lease, missing, still_s, now + still_s, now + load_s, now))
         return True
+
+    def _loading_s(self, names: Sequence[bytes], now: float) -> float:
+        """What loading these is expected to take, after what waits already; tiers load beside each other."""
+        counts = self.tiers.loads_with(names)
+        return max(speed.block_s(now) * count for speed, count in zip(self._speeds, counts, strict=True))
 
     def _say_coming(self, now: float) -> None:
         """Tell the readers that wait."""

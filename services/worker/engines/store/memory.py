@@ -134,13 +134,21 @@ def register_blocks(agent: TransferAgent, identity: Identity, shape: BlockShape,
 
 
 class FileJobs:
-    """Runs the jobs of ``core``. Calls ``wake`` after each job, and ``fail`` with a reason when the files fail."""
+    """Runs the jobs of one tier below memory. Calls ``wake`` after each, and ``fail`` with a reason when it fails."""
 
     def __init__(
-        self, core: StoreExchange, storage: Storage, *, wake: Callable[[], None], fail: Callable[[str], None]
+        self,
+        core: StoreExchange,
+        storage: Storage,
+        below: int,
+        *,
+        wake: Callable[[], None],
+        fail: Callable[[str], None],
     ) -> None:
+        """``below``: number of the tier."""
         self._core = core
         self._storage = storage
+        self._below = below
         self._wake_loop = wake
         self._fail = fail
         self._under_way: asyncio.Future[list[bytes]] | None = None
@@ -151,7 +159,7 @@ class FileJobs:
         if self._under_way is not None and not self._under_way.done():
             return True
         files = None if self._broken else self._storage.files
-        job = None if files is None else self._core.next_job()
+        job = None if files is None else self._core.next_job(self._below)
         if files is None or job is None:
             return False
         loop = asyncio.get_running_loop()
@@ -166,7 +174,7 @@ class FileJobs:
 
     async def close(self) -> None:
         if self._storage.files is not None:
-            self._storage.thread.submit(self._storage.files.close, self._core.tiers.files.records())
+            self._storage.thread.submit(self._storage.files.close, self._core.tiers.below[self._below].slots.records())
         await asyncio.to_thread(self._storage.thread.shutdown)
 
     def disk_free_bytes(self) -> int:
@@ -187,7 +195,7 @@ class FileJobs:
             self._fail(f"the store's files cannot be used any more: {error!r}")
             return
         known = self._core.tiers.counts.damaged
-        self._core.ended(job, done.result())
+        self._core.ended(job, done.result(), self._below)
         if damaged := self._core.tiers.counts.damaged - known:
             log.warning("%d blocks in files failed their checksums and were dropped", damaged)
         self._wake_loop()

@@ -26,6 +26,15 @@ the records of millions of them would take more memory than the blocks.
 """
 
 
+OBJECT_BYTES = 4 << 20
+"""Largest object of an object store, which charges and answers by request."""
+
+
+def blocks_in_object(block_bytes: int) -> int:
+    """How many blocks are one object."""
+    return max(1, OBJECT_BYTES // max(block_bytes, BLOCK_BYTES_COUNTED_MIN))
+
+
 @dataclass(frozen=True, slots=True)
 class BlockShape:
     """Shape of the blocks: all heads of all layers of a KV cache group."""

@@ -1,14 +1,14 @@
-"""A store's blocks in memory and in files.
+"""A store's blocks in memory and in the tiers below: files, and objects of an object store.
 
-Other workers read memory only. Blocks that arrive in memory are saved to files soon after. Requested blocks that are
-only in files are loaded into memory. Loads and saves are jobs of a few blocks each; loads come first.
+Other workers read memory only. Blocks that arrive in memory are saved to each tier below soon after. Requested blocks
+that memory lacks are loaded into it from the fastest tier that has them. Loads and saves are jobs of a few blocks each;
+loads come first.
 
-Blocks of all KV cache groups share memory and files, each under its own name (see ``records.name_in``).
+Blocks of all KV cache groups share memory and tiers, each under its own name (see ``records.name_in``).
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -18,135 +18,11 @@ from connector.groups import Blocks, GroupPlan
 from connector.reader.prefetch import FREE_SHARE_MIN, Held
 from services.worker.engines.simulated.core.block_cache import Change
 from services.worker.engines.store.port import StoreMemory
-from services.worker.engines.store.records import SlotRecord, group_of, name_in
+from services.worker.engines.store.records import group_of, name_in
+from services.worker.engines.store.slots import FileTier, ObjectTier
 from services.worker.kv_events import EventTranslation, narrow_windows
 from shared.contracts.kv_events import KvEvent, KvEventKind, KvTier
 from shared.contracts.kv_exchange import KvGroupKind
-
-
-@dataclass(slots=True)
-class _Slot:
-    slot: int
-    checksum: bytes
-
-
-class FileTier:
-    """Maps blocks to slots of the block file. The least recently used block is evicted for a new one.
-
-    A slot is free, being filled, or holds a named block. A held slot is not given to another block.
-    """
-
-    def __init__(self, slots: int) -> None:
-        self.slots = slots
-        self._by_name: OrderedDict[bytes, _Slot] = OrderedDict()
-        """Slots by the name of their block, the least recently used first."""
-        self._free = list(range(slots - 1, -1, -1))
-        self._holders: Counter[int] = Counter()
-        self._forgotten: set[int] = set()
-        """Held slots whose block was dropped. They become free when the last hold ends."""
-        self._changes: list[tuple[KvEventKind, bytes]] = []
-        self.evicted_total = 0
-        """Blocks evicted for new ones."""
-
-    def __len__(self) -> int:
-        return len(self._by_name)
-
-    def restore(self, records: Iterable[SlotRecord]) -> None:
-        """Load the records of the index, once, before any other call; the least recently used first."""
-        taken = set()
-        for record in records:
-            if record.slot < self.slots:
-                self._by_name[record.name] = _Slot(record.slot, record.checksum)
-                self._tell(KvEventKind.STORED, record.name)
-                taken.add(record.slot)
-        self._free = [slot for slot in self._free if slot not in taken]
-
-    def names(self) -> list[bytes]:
-        """The least recently used first."""
-        return list(self._by_name)
-
-    def slot_of(self, name: bytes) -> int | None:
-        entry = self._by_name.get(name)
-        return None if entry is None else entry.slot
-
-    def checksum_of(self, name: bytes) -> bytes:
-        return self._by_name[name].checksum
-
-    def used(self, chain: Sequence[bytes]) -> None:
-        """Mark as used, so that the end of a chain is evicted before its beginning."""
-        for name in reversed(chain):
-            if name in self._by_name:
-                self._by_name.move_to_end(name)
-
-    def hold(self, slots: Iterable[int]) -> None:
-        self._holders.update(slots)
-
-    def release(self, slots: Iterable[int]) -> None:
-        for slot in slots:
-            self._holders[slot] -= 1
-            if self._holders[slot]:
-                continue
-            del self._holders[slot]
-            if slot in self._forgotten:
-                self._forgotten.discard(slot)
-                self._free.append(slot)
-
-    def take(self, count: int) -> list[int]:
-        """At most ``count`` slots for new content. Their old blocks are removed before any byte changes."""
-        taken = [self._free.pop() for _ in range(min(count, len(self._free)))]
-        if len(taken) < count:
-            evicted: list[bytes] = []
-            for name, entry in self._by_name.items():
-                if len(taken) + len(evicted) == count:
-                    break
-                if entry.slot not in self._holders:
-                    evicted.append(name)
-            taken += [self._forget(name) for name in evicted]
-            self.evicted_total += len(evicted)
-        return taken
-
-    def give_back(self, slots: Iterable[int]) -> None:
-        """Return slots that were taken and not filled."""
-        self._free.extend(slots)
-
-    def put(self, name: bytes, slot: int, checksum: bytes) -> None:
-        """Record that a taken slot holds this block."""
-        if name in self._by_name:
-            self._free.append(slot)
-            return
-        self._by_name[name] = _Slot(slot, checksum)
-        self._tell(KvEventKind.STORED, name)
-
-    def drop(self, name: bytes) -> None:
-        """Remove a damaged block; does nothing if it is unknown."""
-        if name in self._by_name:
-            slot = self._forget(name)
-            if slot in self._holders:
-                self._forgotten.add(slot)
-            else:
-                self._free.append(slot)
-
-    def records(self) -> list[SlotRecord]:
-        """Records for the index file, in order of use."""
-        return [
-            SlotRecord(name, entry.slot, entry.checksum, at)
-            for at, (name, entry) in enumerate(self._by_name.items(), 1)
-        ]
-
-    def take_changes(self) -> list[Change]:
-        """Changes since the last call, in order."""
-        changes, self._changes = self._changes, []
-        return [
-            Change(kind, [name for _kind, name in same])
-            for kind, same in groupby(changes, key=lambda change: change[0])
-        ]
-
-    def _forget(self, name: bytes) -> int:
-        self._tell(KvEventKind.REMOVED, name)
-        return self._by_name.pop(name).slot
-
-    def _tell(self, kind: KvEventKind, name: bytes) -> None:
-        self._changes.append((kind, name))
 
 
 class StoreEvents:
@@ -183,6 +59,10 @@ class Found:
 
 SAVE_AGAIN_S = 10.0
 """Pause after a failed save, for example on a full disk."""
+GATHER_S = 2.0
+"""How long blocks wait for others of their object."""
+LOAD_AGAIN_S = 10.0
+"""Pause after a failed load from a tier on another machine."""
 
 
 class JobKind(Enum):
@@ -192,7 +72,7 @@ class JobKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Copy each named block between its block of memory and its slot of the file. The result is their checksums."""
+    """Copy each named block between its block of memory and its slot below. The result is their checksums."""
 
     kind: JobKind
     names: tuple[bytes, ...]
@@ -212,22 +92,173 @@ class Counts:
     """Blocks that could not be written."""
 
 
-class Tiers:
-    """A ``connector.reader.prefetch.BlockAllocator``. Slots of the file are numbered after the blocks of memory."""
+class Below:
+    """A tier below memory: its slots, and what waits to be copied to and from them. One job of it runs at a time."""
 
-    def __init__(self, memory: StoreMemory, files: FileTier, job_blocks_max: int, plan: GroupPlan) -> None:
+    def __init__(
+        self,
+        kv_tier: KvTier,
+        slots: FileTier,
+        memory: StoreMemory,
+        job_blocks_max: int,
+        *,
+        may_return: bool = False,
+        gather_s: float = 0.0,
+    ) -> None:
+        """``may_return``: blocks that could not be read may be readable later, as the tier is on another machine.
+        ``gather_s``: how long fewer blocks than a job takes wait for more.
+        """
+        self._gather_s = gather_s
+        self.kv_tier = kv_tier
+        self.slots = slots
+        self.counts = Counts()
+        self._memory = memory
+        self._job_blocks_max = job_blocks_max
+        self._may_return = may_return
+        self.to_load: dict[bytes, None] = {}
+        self.to_save: dict[bytes, None] = {}
+        """Names of blocks to save, in order of arrival, at most as many as memory has blocks. Blocks evicted before
+        their save are not saved."""
+        self.loading: set[bytes] = set()
+        self._saves_at = self._failed_until = 0.0
+        self._loads_at = 0.0
+        self.silent_since: float | None = None
+        """When the first of the calls failed that have all failed since."""
+
+    def holds(self, name: bytes, now: float) -> bool:
+        """Whether it can be loaded, as far as is known."""
+        return now >= self._loads_at and self.slots.slot_of(name) is not None
+
+    def save(self, names: Iterable[bytes], now: float) -> None:
+        """Queue these for saving."""
+        if self.slots.slots:
+            if not self.to_save:
+                self._saves_at = max(self._saves_at, now + self._gather_s)
+            self.to_save.update(dict.fromkeys(names))
+            while len(self.to_save) > self._memory.blocks:
+                del self.to_save[next(iter(self.to_save))]
+
+    def load(self, name: bytes) -> None:
+        """Queue it for loading."""
+        if name not in self.loading:
+            self.to_load[name] = None
+
+    def next_job(self, now: float) -> Job | None:
+        """Loads come first."""
+        is_full = self._gather_s and len(self.to_save) >= self._job_blocks_max and now >= self._failed_until
+        return self._next_load() or (self._next_save() if is_full or now >= self._saves_at else None)
+
+    def saves_at(self, now: float) -> float | None:
+        """When saving resumes after a failure; None if it did not fail or there is nothing to save."""
+        return self._saves_at if self.to_save and self._saves_at > now else None
+
+    def ended(self, job: Job, checksums: Sequence[bytes], now: float) -> None:
+        if any(checksums):
+            self.silent_since = None
+        elif self.silent_since is None:
+            self.silent_since = now
+        if job.kind is JobKind.LOAD:
+            self._loaded(job, checksums, now)
+        else:
+            self._saved(job, checksums, now)
+
+    def _next_load(self) -> Job | None:
+        names: list[bytes] = []
+        slots: list[int] = []
+        while self.to_load and len(names) < min(self._job_blocks_max, self._memory.free):
+            name = next(iter(self.to_load))
+            del self.to_load[name]
+            slot = self.slots.slot_of(name)
+            if slot is not None and self._memory.block_of(name) is None:
+                names.append(name)
+                slots.append(slot)
+        if not names:
+            return None
+        blocks = self._memory.take(len(names)) or []
+        self.slots.hold(slots)
+        self.loading.update(names)
+        return Job(JobKind.LOAD, tuple(names), tuple(blocks), tuple(slots))
+
+    def _next_save(self) -> Job | None:
+        names: list[bytes] = []
+        blocks: list[int] = []
+        while self.to_save and len(names) < min(self._job_blocks_max, self.slots.slots):
+            name = next(iter(self.to_save))
+            del self.to_save[name]
+            block = self._memory.block_of(name)
+            if block is not None and self.slots.slot_of(name) is None:
+                names.append(name)
+                blocks.append(block)
+        slots = self.slots.take(len(names))
+        if not slots:
+            return None
+        del names[len(slots) :], blocks[len(slots) :]
+        self._memory.hold(blocks)
+        return Job(JobKind.SAVE, tuple(names), tuple(blocks), tuple(slots))
+
+    def _loaded(self, job: Job, checksums: Sequence[bytes], now: float) -> None:
+        for name, block, slot, checksum in zip(job.names, job.blocks, job.slots, checksums, strict=True):
+            self.loading.discard(name)
+            if self.slots.slot_of(name) == slot and checksum == self.slots.checksum_of(name):
+                self._memory.name(block, name, None)
+                self.counts.loaded += 1
+            elif self._may_return and not checksum:
+                self._loads_at = now + LOAD_AGAIN_S
+                self.to_load.clear()
+            else:
+                self.slots.drop(name)
+                self.counts.damaged += 1
+        self._memory.release(job.blocks)
+        self.slots.release(job.slots)
+
+    def _saved(self, job: Job, checksums: Sequence[bytes], now: float) -> None:
+        for name, slot, checksum in zip(job.names, job.slots, checksums, strict=True):
+            if checksum:
+                self.slots.put(name, slot, checksum)
+                self.counts.saved += 1
+            else:
+                self.slots.give_back([slot])
+                self._saves_at = self._failed_until = now + SAVE_AGAIN_S
+                self.counts.unsaved += 1
+        self._memory.release(job.blocks)
+
+
+class Tiers:
+    """A ``connector.reader.prefetch.BlockAllocator``. Slots of files, and then those of objects, are numbered after the
+    blocks of memory.
+    """
+
+    def __init__(
+        self,
+        memory: StoreMemory,
+        files: FileTier,
+        job_blocks_max: int,
+        plan: GroupPlan,
+        objects: ObjectTier | None = None,
+        now: Callable[[], float] = lambda: 0.0,
+    ) -> None:
         self.memory = memory
         self.files = files
         self.plan = plan
+        self._now = now
+        self.below = [Below(KvTier.DISK, files, memory, job_blocks_max)]
+        """The fastest first."""
+        if objects is not None:
+            self.below.append(
+                Below(KvTier.OBJECT, objects, memory, objects.together, may_return=True, gather_s=GATHER_S)
+            )
         self._events = StoreEvents(plan)
-        self._job_blocks_max = job_blocks_max
-        self._to_load: dict[bytes, None] = {}
-        self._to_save: dict[bytes, None] = {}
-        """Names of blocks to save, in order of arrival, at most as many as memory has blocks. Blocks evicted before
-        their save are not saved."""
-        self._loading: set[bytes] = set()
-        self._saves_at = 0.0
-        self.counts = Counts()
+
+    @property
+    def counts(self) -> Counts:
+        """Sums over all tiers below memory."""
+        each = [below.counts for below in self.below]
+        return Counts(*(sum(getattr(one, name) for one in each) for name in ("loaded", "saved", "damaged", "unsaved")))
+
+    @property
+    def objects(self) -> Below | None:
+        """The tier on another machine, if there is one."""
+        return self.below[1] if len(self.below) > 1 else None
 
     @property
     def blocks(self) -> int:
@@ -237,24 +268,26 @@ class Tiers:
     @property
     def fetch_blocks_max(self) -> int:
         """All: a store has no requests to keep blocks for."""
-        return self.memory.blocks + self.files.slots
+        return self.memory.blocks + sum(below.slots.slots for below in self.below)
 
     def hold(self, hashes: Sequence[bytes]) -> Held:
-        """Hold what is in memory or in files of a prompt with these hashes."""
+        """Hold what any tier has of a prompt with these hashes."""
         found = self.find(hashes, self._is_kept)
-        blocks: list[int] = []
-        slots: list[int] = []
+        held: list[int] = []
         for name in found.names:
             if (block := self.memory.block_of(name)) is not None:
-                blocks.append(block)
-            elif (slot := self.files.slot_of(name)) is not None:
-                slots.append(slot)
-        self.memory.hold(blocks)
-        self.files.hold(slots)
+                self.memory.hold([block])
+                held.append(block)
+                continue
+            before = self.memory.blocks
+            for below in self.below:
+                if (slot := below.slots.slot_of(name)) is not None:
+                    below.slots.hold([slot])
+                    held.append(before + slot)
+                    break
+                before += below.slots.slots
         unit = self.plan.unit
-        return Held(
-            found.full // unit, found.boundary // unit, [*blocks, *(self.memory.blocks + slot for slot in slots)]
-        )
+        return Held(found.full // unit, found.boundary // unit, held)
 
     def find(self, hashes: Sequence[bytes], is_held: Callable[[bytes], bool]) -> Found:
         """What a prompt with these hashes can use of the blocks for whose names ``is_held`` is true."""
@@ -296,7 +329,8 @@ class Tiers:
                 yield end, name_in(plan.name_of(hashes, number, index, boundary), number)
 
     def _is_kept(self, name: bytes) -> bool:
-        return self.memory.block_of(name) is not None or self.files.slot_of(name) is not None
+        now = self._now()
+        return self.memory.block_of(name) is not None or any(below.holds(name, now) for below in self.below)
 
     def evicted_next(self, _count: int) -> set[bytes]:
         """Nothing: no request uses a chain of a store, so it has none to offer."""
@@ -323,16 +357,18 @@ class Tiers:
         for name, block in zip(names, blocks.ids, strict=True):
             self.memory.name(block, name, parent)
             parent = name
-        if self.files.slots:
-            self._to_save.update(dict.fromkeys(names))
-            while len(self._to_save) > self.memory.blocks:
-                del self._to_save[next(iter(self._to_save))]
+        now = self._now()
+        for below in self.below:
+            below.save(names, now)
 
     def free(self, blocks: Sequence[int]) -> None:
         """Release blocks from ``hold`` or ``allocate``."""
-        in_memory, slots = self._apart(blocks)
-        self.memory.release(in_memory)
-        self.files.release(slots)
+        self.memory.release([number for number in blocks if number < self.memory.blocks])
+        before = self.memory.blocks
+        for below in self.below:
+            end = before + below.slots.slots
+            below.slots.release([number - before for number in blocks if before <= number < end])
+            before = end
 
     def requested(self, hashes: Sequence[bytes]) -> list[bytes]:
         """Note that a reader requests these. Returns the blocks to load first, as many as memory can take; of a model
@@ -340,7 +376,8 @@ class Tiers:
         """
         chain = self.find(hashes, self._is_kept).names
         missing = [name for name in chain if self.memory.block_of(name) is None]
-        self.files.used(chain)
+        for below in self.below:
+            below.slots.used(chain)
         if not missing:
             return []
         present = [block for block in map(self.memory.block_of, chain) if block is not None]
@@ -350,107 +387,55 @@ class Tiers:
         return missing[:loadable] if self.plan.keeps_prefix or len(missing) <= loadable else []
 
     def load(self, names: Iterable[bytes]) -> None:
-        """Queue these for loading."""
-        self._to_load.update(dict.fromkeys(name for name in names if name not in self._loading))
+        """Queue each for loading from the fastest tier that has it."""
+        now = self._now()
+        for name in names:
+            below = next((below for below in self.below if below.holds(name, now)), None)
+            if below is not None:
+                below.load(name)
 
-    def next_job(self, now: float) -> Job | None:
-        """The next job, or None; ``ended`` must follow."""
-        return self._next_load() or (self._next_save() if now >= self._saves_at else None)
+    def loads_with(self, names: Iterable[bytes]) -> list[int]:
+        """How many blocks each tier loads, those that wait and these."""
+        now = self._now()
+        counts = [len(below.to_load) + len(below.loading) for below in self.below]
+        for name in names:
+            for number, below in enumerate(self.below):
+                if below.holds(name, now):
+                    counts[number] += 1
+                    break
+        return counts
+
+    def next_job(self, now: float, below: int = 0) -> Job | None:
+        """The next job of a tier, or None; ``ended`` must follow."""
+        return self.below[below].next_job(now)
 
     def saves_at(self, now: float) -> float | None:
-        """When saving resumes after a failure; None if it did not fail or there is nothing to save."""
-        return self._saves_at if self._to_save and self._saves_at > now else None
+        """When saving resumes after a failure; None if none did or there is nothing to save."""
+        return min((at for below in self.below if (at := below.saves_at(now)) is not None), default=None)
 
-    def ended(self, job: Job, checksums: Sequence[bytes], now: float) -> None:
+    def ended(self, job: Job, checksums: Sequence[bytes], now: float, below: int = 0) -> None:
         """Apply the result of a job: the checksum of each block, empty for a block that was not copied."""
-        if job.kind is JobKind.LOAD:
-            self._loaded(job, checksums)
-        else:
-            self._saved(job, checksums, now)
+        self.below[below].ended(job, checksums, now)
+        if below and job.kind is JobKind.LOAD:
+            self.below[0].save((name for name in job.names if self.memory.block_of(name) is not None), now)
 
     def take_events(self) -> list[KvEvent]:
-        memory, files = self.memory.take_changes(), self.files.take_changes()
-        return [*self._events.of(KvTier.HOST, memory), *self._events.of(KvTier.DISK, files)]
+        changes = [(KvTier.HOST, self.memory.take_changes())]
+        changes += [(below.kv_tier, below.slots.take_changes()) for below in self.below]
+        return [event for tier, changed in changes for event in self._events.of(tier, changed)]
 
     def whole_as_events(self) -> list[KvEvent]:
-        held = ((KvTier.HOST, self.memory.hashes()), (KvTier.DISK, self.files.names()))
+        held = [(KvTier.HOST, self.memory.hashes()), *((below.kv_tier, below.slots.names()) for below in self.below)]
         events = StoreEvents(self.plan)
         stored = (events.of(tier, [Change(KvEventKind.STORED, list(names))]) for tier, names in held)
         return [KvEvent(kind=KvEventKind.CLEARED), *(event for each in stored for event in each)]
 
-    def _next_load(self) -> Job | None:
-        names: list[bytes] = []
-        slots: list[int] = []
-        while self._to_load and len(names) < min(self._job_blocks_max, self.memory.free):
-            name = next(iter(self._to_load))
-            del self._to_load[name]
-            slot = self.files.slot_of(name)
-            if slot is not None and self.memory.block_of(name) is None:
-                names.append(name)
-                slots.append(slot)
-        if not names:
-            return None
-        blocks = self.memory.take(len(names)) or []
-        self.files.hold(slots)
-        self._loading.update(names)
-        return Job(JobKind.LOAD, tuple(names), tuple(blocks), tuple(slots))
-
-    def _next_save(self) -> Job | None:
-        names: list[bytes] = []
-        blocks: list[int] = []
-        while self._to_save and len(names) < min(self._job_blocks_max, self.files.slots):
-            name = next(iter(self._to_save))
-            del self._to_save[name]
-            block = self.memory.block_of(name)
-            if block is not None and self.files.slot_of(name) is None:
-                names.append(name)
-                blocks.append(block)
-        slots = self.files.take(len(names))
-        if not slots:
-            return None
-        del names[len(slots) :], blocks[len(slots) :]
-        self.memory.hold(blocks)
-        return Job(JobKind.SAVE, tuple(names), tuple(blocks), tuple(slots))
-
-    def _loaded(self, job: Job, checksums: Sequence[bytes]) -> None:
-        for name, block, slot, checksum in zip(job.names, job.blocks, job.slots, checksums, strict=True):
-            self._loading.discard(name)
-            if self.files.slot_of(name) != slot or checksum != self.files.checksum_of(name):
-                self.files.drop(name)
-                self.counts.damaged += 1
-            else:
-                self.memory.name(block, name, None)
-                self.counts.loaded += 1
-        self.memory.release(job.blocks)
-        self.files.release(job.slots)
-
-    def _saved(self, job: Job, checksums: Sequence[bytes], now: float) -> None:
-        for name, slot, checksum in zip(job.names, job.slots, checksums, strict=True):
-            if checksum:
-                self.files.put(name, slot, checksum)
-                self.counts.saved += 1
-            else:
-                self.files.give_back([slot])
-                self._saves_at = now + SAVE_AGAIN_S
-                self.counts.unsaved += 1
-        self.memory.release(job.blocks)
-
     def is_coming(self, name: bytes) -> bool:
         """Whether it is being loaded or queued for loading."""
-        return name in self._loading or name in self._to_load
+        return any(name in below.loading or name in below.to_load for below in self.below)
 
     @property
     def waiting(self) -> tuple[int, int]:
         """Number of blocks to load, and to save."""
-        return len(self._to_load) + len(self._loading), len(self._to_save)
-
-    def _apart(self, numbers: Iterable[int]) -> tuple[list[int], list[int]]:
-        """Split numbers into blocks of memory and slots of the file."""
-        blocks: list[int] = []
-        slots: list[int] = []
-        for number in numbers:
-            if number < self.memory.blocks:
-                blocks.append(number)
-            else:
-                slots.append(number - self.memory.blocks)
-        return blocks, slots
+        loads = sum(len(below.to_load) + len(below.loading) for below in self.below)
+        return loads, sum(len(below.to_save) for below in self.below)

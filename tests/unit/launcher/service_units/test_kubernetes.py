@@ -53,8 +53,11 @@ def test_workers_of_one_role_are_one_statefulset_whatever_hosts_they_are_on():
     assert (workers["prefill"]["gpus"], workers["decode"]["gpus"]) == (1, 4)
     assert "gpus" not in workers["store"]
     assert workers["store"]["memory"] == "2Gi"
-    sized = values(FLEET.replace('role = "store"', 'role = "store", count = 2, memory = "8G"'))["workers"]["store"]
+    sized = values(FLEET.replace('role = "store"', 'role = "store", count = 2, memory = "8G", objects = "http://h/b"'))[
+        "workers"
+    ]["store"]
     assert (sized["memory"], sized["settings"]["WORKER_STORE_MEMORY_BYTES"]) == ("5Gi", str(4 << 30))
+    assert sized["settings"]["WORKER_STORE_OBJECTS_URL"] == "http://h/b"
     assert workers["decode"]["settings"] == {"WORKER_MODEL": "Qwen/Qwen3-8B", "WORKER_ALIASES": "chat"}
     assert (workers["prefill"]["replicasMax"], workers["decode"]["replicasMax"]) == (40, 16)
 

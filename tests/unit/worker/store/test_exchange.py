@@ -16,7 +16,8 @@ from connector.messages import EngineCall
 from services.worker.engines.simulated.core.block_cache import BlockCache
 from services.worker.engines.store.kv_exchange import COMING_S, LOAD_S_MAX, SPEED_S_MAX, STILL_S_MAX, StoreExchange
 from services.worker.engines.store.records import SlotRecord, shape_of
-from services.worker.engines.store.tiers import SAVE_AGAIN_S, FileTier, Tiers
+from services.worker.engines.store.slots import FileTier
+from services.worker.engines.store.tiers import SAVE_AGAIN_S, Tiers
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import KvHandshake, KvRank, LeaseKv, NoGrant, ReleaseKv, pack_full_hashes
 from shared.contracts.load import StoreState

@@ -28,7 +28,8 @@ from services.worker.engines.store.records import (
     read_records,
     shape_of,
 )
-from services.worker.engines.store.tiers import FileTier, JobKind, Tiers
+from services.worker.engines.store.slots import FileTier
+from services.worker.engines.store.tiers import JobKind, Tiers
 from services.worker.kv_events import HeldBlocks
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_events import KvEventBatch, KvSnapshot, block_hash64
