@@ -36,6 +36,7 @@ from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import Frame, FrameBatch, FrameKind, LegKind, LegReport, StartLeg
 from shared.contracts.kv_events import (
     BLOCK_HASH_BYTES,
+    TIER_ROTATIONS,
     AskKvSnapshot,
     KvDigest,
     KvEvent,
@@ -85,7 +86,8 @@ def hot_blocks(number: int, worker: int, blocks: int) -> int:
 
 def xor_of(packed: bytes, tier: KvTier = KvTier.DEVICE) -> int:
     """Of the hashes, as ``KvDigest.xor`` has them in a tier."""
-    xor, bits = int(np.bitwise_xor.reduce(np.frombuffer(packed, ">u8"), initial=0)), 21 * list(KvTier).index(tier)
+    xor = int(np.bitwise_xor.reduce(np.frombuffer(packed, ">u8"), initial=0))
+    bits = TIER_ROTATIONS[list(KvTier).index(tier)]
     return (xor << bits | xor >> (64 - bits)) & (1 << 64) - 1
 
 
